@@ -1,0 +1,2 @@
+if __name__ != "tpu_dist.recipes":
+    raise ImportError("import tpu_dist.recipes, not its folder")

@@ -1,0 +1,1 @@
+"""tpu_dist: PyTorch's distributed training on TPU pods, over XLA collectives."""
