@@ -1,0 +1,236 @@
+"""The forms: how one chunk of each verb is written in JAX.
+
+A form runs on every member of a group at once (inside shard_map, over the axis ``ranks``), on flat
+arrays of one size. Two families:
+
+* relative: built from collective-permutes between ranks that are k apart. Operand and output k belong to
+  the rank k places further on and k places back. Nothing is sliced or concatenated inside the program, so
+  pieces enter as views of the caller's tensors; fastest where the links are TCP connections.
+* absolute: XLA's own collective for the verb; operand and output k belong to rank k. What TPUs
+  have hardware for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_dist.collectives.dtypes import WireType
+from tpu_dist.collectives.reducers import Reducer, combine, finish
+
+Array = Any
+AXIS = "ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormContext:
+    """What a form is written for."""
+
+    num_ranks: int
+    wire: WireType
+    reducer: Reducer | None = None
+    root: int | None = None
+
+
+Builder = Callable[[FormContext, Sequence[Array]], Sequence[Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One way to do a verb.
+
+    Attributes:
+        build: traces it: operands to outputs.
+        pieces: whether there is one operand for each rank concerned, or a single one for all.
+        relative: how operands and outputs are numbered: see the top of this file. A relative form
+            leaves out what a rank would send to itself, unless `own` is set.
+        own: a relative form's operand 0 is what the rank keeps.
+    """
+
+    name: str
+    build: Builder
+    pieces: bool = False
+    relative: bool = True
+    own: bool = False
+
+    def num_operands(self, num_ranks: int) -> int:
+        """How many arrays the program takes."""
+        if not self.pieces:
+            return 1
+        return num_ranks if self.own or not self.relative else num_ranks - 1
+
+
+def _permute(array: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+    from jax import lax
+
+    return lax.ppermute(array, AXIS, pairs)
+
+
+def _shift(array: Array, distance: int, num_ranks: int) -> Array:
+    return _permute(array, [(rank, (rank + distance) % num_ranks) for rank in range(num_ranks)])
+
+
+# --- relative forms
+
+
+def _spread(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """all_gather: the same array to everybody."""
+    size = context.num_ranks
+    return [_shift(operands[0], distance, size) for distance in range(1, size)]
+
+
+def _swap(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """all_to_all: another array to each."""
+    size = context.num_ranks
+    return [_shift(operands[distance - 1], distance, size) for distance in range(1, size)]
+
+
+def _collect(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """gather: everybody's array to the root."""
+    size, root = context.num_ranks, context.root
+    assert root is not None
+    return [_permute(operands[0], [((root - k) % size, root)]) for k in range(1, size)]
+
+
+def _deal(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """scatter: another array of the root's to each."""
+    size, root = context.num_ranks, context.root
+    assert root is not None
+    return [_permute(operands[k - 1], [(root, (root + k) % size)]) for k in range(1, size)]
+
+
+def _tree(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """broadcast: a binomial tree, the root's array doubled at each step."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    size, root = context.num_ranks, context.root
+    assert root is not None
+    place = (lax.axis_index(AXIS) - root) % size  # distance from the root
+    array = operands[0]
+    reached = 1
+    while reached < size:
+        pairs = [
+            ((root + k) % size, (root + k + reached) % size)
+            for k in range(min(reached, size - reached))
+        ]
+        arrived = _permute(array, pairs)
+        array = jnp.where((place >= reached) & (place < 2 * reached), arrived, array)
+        reached *= 2
+    return [array]
+
+
+def _swap_and_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """reduce_scatter: an all_to_all whose arrivals are combined."""
+    size, reducer = context.num_ranks, context.reducer
+    assert reducer is not None
+    arrived = [_shift(operands[distance], distance, size) for distance in range(1, size)]
+    total = combine(reducer, context.wire, [operands[0], *arrived])
+    return [finish(reducer, context.wire, total, size)]
+
+
+def _doubling(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """all_reduce among 2**k ranks: in each step, ranks twice as far apart swap and combine.
+
+    Every operation is commutative to the bit, so all ranks hold the same result.
+    """
+    size, reducer, wire = context.num_ranks, context.reducer, context.wire
+    assert reducer is not None
+    assert size & (size - 1) == 0
+    total = operands[0]
+    distance = 1
+    while distance < size:
+        arrived = _permute(total, [(rank, rank ^ distance) for rank in range(size)])
+        total = combine(reducer, wire, [total, arrived])
+        distance *= 2
+        if distance < size:
+            total = total.astype(wire.name)  # travels in its own dtype
+    return [finish(reducer, wire, total, size)]
+
+
+def _gather_and_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """all_reduce for any operation and any number of ranks, combined in rank order everywhere."""
+    from jax import lax
+
+    size, reducer = context.num_ranks, context.reducer
+    assert reducer is not None
+    rows = lax.all_gather(operands[0], AXIS)
+    total = combine(reducer, context.wire, [rows[rank] for rank in range(size)])
+    return [finish(reducer, context.wire, total, size)]
+
+
+def _bruck(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """All-gather of small arrays in ceil(log2 n) steps; row k of the output is k places further on."""
+    import jax.numpy as jnp
+
+    size = context.num_ranks
+    rows = operands[0][None]
+    held = 1
+    while held < size:
+        count = min(held, size - held)
+        rows = jnp.concatenate([rows, _shift(rows[:count], -held, size)])
+        held += count
+    return [rows.reshape(-1)]
+
+
+# --- absolute forms
+
+
+def _native_all_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    from jax import lax
+
+    reducer = context.reducer
+    assert reducer is not None and reducer.native is not None
+    total = getattr(lax, reducer.native)(operands[0], AXIS)
+    return [finish(reducer, context.wire, total, context.num_ranks)]
+
+
+def _native_all_gather(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    from jax import lax
+
+    rows = lax.all_gather(operands[0], AXIS)
+    return [rows[rank] for rank in range(context.num_ranks)]
+
+
+def _native_reduce_scatter(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    import jax.numpy as jnp
+    from jax import lax
+
+    reducer = context.reducer
+    assert reducer is not None
+    total = lax.psum_scatter(jnp.concatenate(list(operands)), AXIS, tiled=True)
+    return [finish(reducer, context.wire, total, context.num_ranks)]
+
+
+def _native_all_to_all(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    import jax.numpy as jnp
+    from jax import lax
+
+    rows = lax.all_to_all(jnp.stack(list(operands)), AXIS, 0, 0)
+    return [rows[rank] for rank in range(context.num_ranks)]
+
+
+FORMS: Mapping[str, Form] = {
+    form.name: form
+    for form in (
+        Form(name="spread", build=_spread),
+        Form(name="swap", build=_swap, pieces=True),
+        Form(name="collect", build=_collect),
+        Form(name="deal", build=_deal, pieces=True),
+        Form(name="tree", build=_tree),
+        Form(name="swap_and_reduce", build=_swap_and_reduce, pieces=True, own=True),
+        Form(name="doubling", build=_doubling),
+        Form(name="gather_and_reduce", build=_gather_and_reduce),
+        Form(name="bruck", build=_bruck),
+        Form(name="native_all_reduce", build=_native_all_reduce, relative=False),
+        Form(name="native_all_gather", build=_native_all_gather, relative=False),
+        Form(
+            name="native_reduce_scatter",
+            build=_native_reduce_scatter,
+            pieces=True,
+            relative=False,
+        ),
+        Form(name="native_all_to_all", build=_native_all_to_all, pieces=True, relative=False),
+    )
+}

@@ -1,0 +1,275 @@
+"""A lane: the one queue on which a set of ranks, in one order, runs its collectives.
+
+XLA's transport knows a communicator by its devices alone, so groups with the same members share a lane: what
+they run must come in the same order on all ranks, as on a TPU's own queue. Different sets do not wait
+for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpu_dist.collectives.border import to_array, to_tensor
+from tpu_dist.collectives.dtypes import WIRE_TYPES
+from tpu_dist.collectives.envelope import (
+    Envelope,
+    Signature,
+    check_agreement,
+    envelope_size,
+    pack,
+    unpack,
+)
+from tpu_dist.collectives.forms import FORMS
+from tpu_dist.collectives.operations import Operation
+from tpu_dist.collectives.programs import Programs
+from tpu_dist.collectives.task import Task
+from tpu_dist.runtime.runtime import Runtime
+from tpu_dist.runtime.transport_sockets import connected_sockets, cut
+from tpu_dist.topology.errors import CollectiveError, CollectiveTimeoutError, MismatchError
+
+_logger = logging.getLogger(__name__)
+
+_BYTES = WIRE_TYPES[torch.uint8]
+
+# The first large message on a fresh loopback connection stalls for 44 ms a window: the receiver's window
+# starts at 64 KiB, one segment of loopback's MTU, and the sender waits for the delayed
+# acknowledgement (40 ms) each time. It grows with traffic and stays grown.
+_WARM_UP_BYTES = 1 << 20
+_WARM_UP_ROUNDS = 4
+_WARM_UP_RANKS = 16
+
+
+@dataclass(slots=True)
+class _Job:
+    task: Task
+    operations: Iterable[Operation]
+
+
+@dataclass(slots=True, kw_only=True)
+class LaneHooks:
+    """What a lane needs of its owner, the engine.
+
+    Attributes:
+        assemble: waits until all of the lane's ranks are ready to connect, for a task.
+        absent: which ranks have not made a task's call, and why, in words.
+        explain: what is behind an error of the transport, in words; asks the peers.
+        announce: tells the peers that the lane has failed here.
+    """
+
+    assemble: Callable[[Lane, Task], None]
+    absent: Callable[[Task], str]
+    explain: Callable[[Lane, Task, BaseException], CollectiveError]
+    announce: Callable[[Lane, CollectiveError], None]
+
+
+@dataclass(slots=True)
+class Lane:
+    """Runs tasks in the order in which they are submitted, on a thread of its own.
+
+    Attributes:
+        ranks: global ranks; the order is part of the lane's identity.
+    """
+
+    runtime: Runtime
+    ranks: tuple[int, ...]
+    hooks: LaneHooks
+    programs: Programs = field(init=False)
+    failure: CollectiveError | None = field(default=None, init=False)
+    _queue: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _connected: bool = field(default=False, init=False)
+    _sockets: frozenset[str] = field(default=frozenset(), init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        devices = [self.runtime.devices[rank] for rank in self.ranks]
+        self.programs = Programs(devices, self.runtime.device)
+
+    # --- what operations ask (operations.Members)
+
+    @property
+    def platform(self) -> str:
+        """The platform that programs run on."""
+        return self.runtime.platform
+
+    @property
+    def device(self) -> Any:
+        """This process's device."""
+        return self.runtime.device
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks in the lane."""
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """Place of this process among the ranks."""
+        return self.ranks.index(self.runtime.rank)
+
+    @property
+    def name(self) -> str:
+        """What the lane is called between processes."""
+        return ",".join(map(str, self.ranks))
+
+    # --- for callers
+
+    def submit(self, task: Task, operations: Iterable[Operation]) -> None:
+        """Queue a task; it is settled when all of its operations are done, or one has failed.
+
+        `operations` is iterated on the lane's thread: what a generator does between them, it does
+        when the one before is done.
+        """
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name=f"tpu_dist-lane-{self.name}", daemon=True
+                    )
+                    self._thread.start()
+        self._queue.put(_Job(task, operations))
+
+    def fail(self, error: CollectiveError, *, announce: bool = True) -> None:
+        """Give up: this and every later task fails; peers are told, and the transport is cut.
+
+        Idempotent; returns at once.
+        """
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            sockets = self._sockets
+        if announce:
+            self.hooks.announce(self, error)
+        if sockets:
+            self.runtime.healthy = False
+            cut(sockets - self.runtime.channel.sockets())
+
+    def expire(self, task: Task) -> None:
+        """See Owner: find out who is missing, and fail the lane with that."""
+        seconds = f"{task.timeout.total_seconds():g} s"
+        text = f"{task.call} was not finished within {seconds}: {self.hooks.absent(task)}"
+        self.give_up(task, CollectiveTimeoutError(text))
+
+    def give_up(self, task: Task, error: CollectiveError) -> None:
+        """See Owner: what one task waits for, all behind it wait for."""
+        self.fail(error)
+        task.settle(error)
+
+    def close(self) -> None:
+        """Cut the transport if something is running, end the thread, wait for it."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._queue.put(None)
+        thread.join(timeout=0.2)
+        if thread.is_alive():
+            self.fail(CollectiveError("the process group was shut down"))
+            thread.join(timeout=5)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            if job.task.is_settled:
+                continue
+            error: BaseException | None = None
+            try:
+                self._refuse_if_failed(job.task)
+                self._connect(job.task)
+                for operation in job.operations:
+                    self._execute(operation)
+            except MismatchError as mismatch:  # every rank has the same, and nothing moved
+                error = mismatch
+            except CollectiveError as failure:
+                self.fail(failure)
+                error = failure
+            except Exception as unexpected:
+                failure = self.failure or self.hooks.explain(self, job.task, unexpected)
+                self.fail(failure)
+                error = failure
+                error.__cause__ = unexpected
+            job.task.settle(error)
+            del job
+
+    def _refuse_if_failed(self, task: Task) -> None:
+        if self.failure is not None:
+            raise CollectiveError(
+                f"{task.call} cannot run: these ranks' connections were given up earlier: "
+                f"{self.failure} Destroy the process group, and initialise it again."
+            )
+
+    def _connect(self, task: Task) -> None:
+        """Bring the transport up, once: the first program opens its connections."""
+        if self._connected or self.num_ranks == 1:
+            return
+        self.hooks.assemble(self, task)
+        before = connected_sockets()
+        if self.platform == "cpu" and self.num_ranks <= _WARM_UP_RANKS:
+            self._warm_up()
+        else:
+            self._gather(bytearray(envelope_size(self.num_ranks)))
+        with self._lock:
+            self._sockets = connected_sockets() - before
+            self._connected = True
+        if self.failure is not None:
+            cut(self._sockets - self.runtime.channel.sockets())
+
+    def _warm_up(self) -> None:
+        program = self.programs.get(FORMS["swap"], size=_WARM_UP_BYTES, wire=_BYTES)
+        block = to_array(torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8), self.device)
+        for _ in range(_WARM_UP_ROUNDS):
+            program([block] * (self.num_ranks - 1))
+
+    def _execute(self, operation: Operation) -> None:
+        payload = operation.payload()
+        envelopes = self._exchange_envelopes(operation.signature, payload)
+        check_agreement(operation.signature, envelopes, self.ranks)
+        if all(envelope.is_inline for envelope in envelopes):
+            operation.finish_inline(envelopes, self)
+        else:
+            operation.run(envelopes, self)
+
+    def _exchange_envelopes(self, signature: Signature, payload: bytes | None) -> list[Envelope]:
+        size = envelope_size(self.num_ranks)
+        own = pack(signature, self.num_ranks, payload)
+        rows = memoryview(own) if self.num_ranks == 1 else self._gather(own)
+        arrived = [
+            unpack(rows[place * size : (place + 1) * size], self.num_ranks)
+            for place in range(self.num_ranks)
+        ]
+        # Row k came from the rank k places further on.
+        return [arrived[(rank - self.index) % self.num_ranks] for rank in range(self.num_ranks)]
+
+    def _gather(self, own: bytearray) -> memoryview:
+        program = self.programs.get(FORMS["bruck"], size=len(own), wire=_BYTES)
+        (rows,) = program([to_array(torch.frombuffer(own, dtype=torch.uint8), self.device)])
+        return memoryview(to_tensor(rows).numpy())
+
+
+def wait_until(
+    condition: Callable[[], bool], deadline: float, *, every: Callable[[], None] | None = None
+) -> bool:
+    """Poll `condition` with growing pauses up to 20 ms; False if the deadline came first.
+
+    `every` is called about once a second, and may raise to end the wait.
+    """
+    pause, next_check = 0.0002, time.monotonic() + 1.0
+    while not condition():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if every is not None and now >= next_check:
+            every()
+            next_check = now + 1.0
+        time.sleep(min(pause, max(0.0, deadline - now)))
+        pause = min(pause * 1.5, 0.02)
+    return True

@@ -1,0 +1,348 @@
+"""The operations a lane runs: each says what it sends, and takes in what the others sent.
+
+Two kinds serve all verbs. A Whole takes one tensor of the same shape on every rank (all_reduce, reduce,
+broadcast). An Exchange sends a piece to each rank and takes a piece from each (the rest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tpu_dist.collectives.border import carry, flat, raw, to_array, to_tensor
+from tpu_dist.collectives.chunks import Chunk, chunks
+from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType
+from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
+from tpu_dist.collectives.plans import choose_plan
+from tpu_dist.collectives.programs import Array, Programs
+from tpu_dist.collectives.reducers import Reducer
+
+_BYTES = WIRE_TYPES[torch.uint8]
+
+
+class Members(Protocol):
+    """What an operation needs to know of the lane that runs it."""
+
+    programs: Programs
+    platform: str
+    device: object
+    num_ranks: int
+    index: int  # of this process among the ranks
+
+
+class Operation(Protocol):
+    """One collective, as this rank takes part in it."""
+
+    signature: Signature
+
+    def payload(self) -> bytes | None:
+        """What this rank sends, if it is small; else None."""
+
+    def finish_inline(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """Take the result from the others' envelopes; called when everybody's payload was small."""
+
+    def run(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """Move the payload by programs; called when somebody's was not."""
+
+
+class _Destination:
+    """A tensor of the caller's, filled in row-major order; strided ones through a buffer."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # .data: no autograd, and no new version; as other backends do.
+        self._tensor = tensor.data
+        direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        self._buffer = self._tensor if direct else torch.empty_like(
+            self._tensor.resolve_conj(), memory_format=torch.contiguous_format
+        )
+        self.flat = self._buffer.view(-1)
+
+    def close(self) -> None:
+        """Bring the buffer, if there is one, into the tensor."""
+        if self._buffer is not self._tensor:
+            self._tensor.copy_(self._buffer)
+
+
+def _cut(payload: torch.Tensor | None, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    """The chunk of a flat payload, padded to the program's size; anything where there is none."""
+    if payload is None or chunk.start >= payload.numel():
+        return torch.empty(chunk.size, dtype=dtype)  # its receiver drops it
+    piece = payload[chunk.start : chunk.start + chunk.length]
+    if piece.numel() == chunk.size:
+        return piece
+    padded = torch.zeros(chunk.size, dtype=dtype)
+    padded[: piece.numel()] = piece
+    return padded
+
+
+def _scaled(payload: torch.Tensor, factor: float) -> torch.Tensor:
+    return payload if factor == 1.0 else (payload * factor).to(payload.dtype)
+
+
+def _as_bytes(payload: torch.Tensor) -> bytes:
+    return raw(payload).numpy().tobytes()
+
+
+@dataclass(slots=True, kw_only=True)
+class Whole:
+    """all_reduce, reduce and broadcast of one tensor, in place.
+
+    Attributes:
+        keeps: whether this rank takes the result; a reduce leaves the others' tensors alone.
+    """
+
+    signature: Signature
+    tensor: torch.Tensor
+    keeps: bool = True
+    _flat: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._flat = _scaled(flat(self.tensor), self.signature.factor)
+
+    @property
+    def _wire(self) -> WireType:
+        assert self.signature.wire is not None
+        return self.signature.wire
+
+    def payload(self) -> bytes | None:
+        """See Operation."""
+        if self._flat.nbytes > INLINE_BYTES:
+            return None
+        return _as_bytes(self._flat)
+
+    def finish_inline(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """See Operation."""
+        if not self.keeps or not self._flat.numel():
+            return
+        reducer = self.signature.reducer
+        if reducer is None:
+            assert self.signature.root is not None
+            result = _from_payload(envelopes[self.signature.root].payload, self.tensor.dtype)
+        else:
+            rows = [_from_payload(e.payload, self.tensor.dtype) for e in envelopes]
+            result = _reduce_rows(rows, self._wire, reducer, members)
+        destination = _Destination(self.tensor)
+        destination.flat.copy_(result)
+        destination.close()
+
+    def run(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """See Operation."""
+        reducer, root = self.signature.reducer, self.signature.root
+        if reducer is None:
+            verb, wire, payload = "broadcast", _BYTES, raw(self._flat)
+        else:
+            verb, wire, payload = "all_reduce", self._wire, carry(self._flat, self._wire)
+            root = None
+        plan = choose_plan(
+            members.platform,
+            verb,
+            num_elements=payload.numel(),
+            element_bytes=payload.element_size(),
+            num_ranks=members.num_ranks,
+            wire=wire,
+            reducer=reducer,
+        )
+        destination = _Destination(self.tensor)
+        target = destination.flat.view(payload.dtype)
+        for chunk in chunks(payload.numel(), plan.chunk_elements):
+            program = members.programs.get(
+                plan.form, size=chunk.size, wire=wire, reducer=reducer, root=root
+            )
+            operand = to_array(_cut(payload, chunk, payload.dtype), members.device)
+            (result,) = program([operand])
+            if self.keeps:
+                _store(target, chunk, result)
+        if self.keeps:
+            destination.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """The verbs that move pieces between pairs of ranks.
+
+    Attributes:
+        sends: the tensor for each group rank, None where there is none; the same tensor for all in a
+            gather.
+        receives: the tensor to fill from each group rank, None where there is none.
+        result: of a reduce_scatter: what the arriving pieces are combined into.
+    """
+
+    signature: Signature
+    sends: Sequence[torch.Tensor | None]
+    receives: Sequence[torch.Tensor | None]
+    result: torch.Tensor | None = None
+    _flats: list[torch.Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        flats: dict[int, torch.Tensor] = {}  # one flattening for a tensor that goes to everybody
+        for tensor in self.sends:
+            if tensor is not None and id(tensor) not in flats:
+                flats[id(tensor)] = _scaled(flat(tensor), self.signature.factor)
+        self._flats = [None if t is None else flats[id(t)] for t in self.sends]
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether everybody is sent the same tensor."""
+        return self.signature.verb in ("all_gather", "gather")
+
+    def payload(self) -> bytes | None:
+        """See Operation."""
+        own = [piece for piece in self._flats if piece is not None]
+        if self._is_shared:
+            own = own[:1]
+        if sum(piece.nbytes for piece in own) > INLINE_BYTES:
+            return None
+        return b"".join(_as_bytes(piece) for piece in own)
+
+    def finish_inline(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """See Operation."""
+        me = members.index
+        dtype = next(t.dtype for t in (*self.sends, *self.receives, self.result) if t is not None)
+        arrived = []
+        for envelope in envelopes:
+            before = 0 if self._is_shared else sum(envelope.sends[:me])
+            row = _from_payload(envelope.payload, dtype)
+            arrived.append(row[before : before + envelope.sends[me]])
+        if self.result is not None:
+            if self.result.numel():
+                assert self.signature.reducer is not None and self.signature.wire is not None
+                total = _reduce_rows(arrived, self.signature.wire, self.signature.reducer, members)
+                fill(self.result, total)
+            return
+        for tensor, row in zip(self.receives, arrived, strict=True):
+            if tensor is not None:
+                fill(tensor, row)
+
+    def run(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """See Operation."""
+        largest = max(max(envelope.sends) for envelope in envelopes)
+        if self.result is None:
+            self._move(largest, members)
+        else:
+            self._reduce_scatter(largest, members)
+
+    def _move(self, largest: int, members: Members) -> None:
+        me, size = members.index, members.num_ranks
+        sends = [None if piece is None else raw(piece) for piece in self._flats]
+        destinations = [None if t is None else _Destination(t) for t in self.receives]
+        targets = [None if d is None else raw(d.flat) for d in destinations]
+        own_source, own_target = sends[me], targets[me]
+        if own_target is not None and own_source is not None and not _same(own_target, own_source):
+            own_target.copy_(own_source)
+        item = next(t.element_size() for t in (*self.sends, *self.receives) if t is not None)
+        num_bytes = largest * item
+        plan = choose_plan(
+            members.platform,
+            self.signature.verb,
+            num_elements=num_bytes,
+            element_bytes=1,
+            num_ranks=size,
+            wire=_BYTES,
+        )
+        form = plan.form
+        order = [(me + k) % size for k in range(1, size)] if form.relative else list(range(size))
+        backwards = [(me - k) % size for k in range(1, size)] if form.relative else order
+        sources = order if form.pieces else [_first_receiver(sends)]
+        for chunk in chunks(num_bytes, plan.chunk_elements):
+            program = members.programs.get(
+                form, size=chunk.size, wire=_BYTES, root=self.signature.root
+            )
+            operands = [
+                to_array(_cut(sends[rank], chunk, torch.uint8), members.device) for rank in sources
+            ]
+            outputs = program(operands)
+            for rank, output in zip(backwards, outputs, strict=True):
+                target = targets[rank]
+                if target is not None and rank != me:
+                    _store(target, chunk, output)
+        for destination in destinations:
+            if destination is not None:
+                destination.close()
+
+    def _reduce_scatter(self, largest: int, members: Members) -> None:
+        me, size = members.index, members.num_ranks
+        wire, reducer = self.signature.wire, self.signature.reducer
+        assert wire is not None and reducer is not None and self.result is not None
+        pieces = [None if piece is None else carry(piece, wire) for piece in self._flats]
+        destination = _Destination(self.result)
+        target = destination.flat.view(wire.carrier)
+        plan = choose_plan(
+            members.platform,
+            "reduce_scatter",
+            num_elements=largest,
+            element_bytes=target.element_size(),
+            num_ranks=size,
+            wire=wire,
+            reducer=reducer,
+        )
+        order = [(me + k) % size if plan.form.relative else k for k in range(size)]
+        for chunk in chunks(largest, plan.chunk_elements):
+            program = members.programs.get(plan.form, size=chunk.size, wire=wire, reducer=reducer)
+            operands = [
+                to_array(_cut(pieces[rank], chunk, wire.carrier), members.device) for rank in order
+            ]
+            (output,) = program(operands)
+            _store(target, chunk, output)
+        destination.close()
+
+
+def _first_receiver(sends: Sequence[torch.Tensor | None]) -> int:
+    """The first rank that something is sent to (the same goes to all); 0 if there is none."""
+    return next((rank for rank, piece in enumerate(sends) if piece is not None), 0)
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr()
+
+
+def _from_payload(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    if not payload.nbytes:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(payload), dtype=dtype)
+
+
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy flat `values` into a tensor of the caller's, strided or not."""
+    destination = _Destination(tensor)
+    destination.flat.copy_(values)
+    destination.close()
+
+
+def _store(target: torch.Tensor, chunk: Chunk, output: Array) -> None:
+    """Copy a program's output into its place; it may be shorter than the chunk."""
+    place = target[chunk.start : chunk.start + chunk.length]
+    place.copy_(to_tensor(output)[: place.numel()])
+
+
+def _reduce_rows(
+    rows: Sequence[torch.Tensor], wire: WireType, reducer: Reducer, members: Members
+) -> torch.Tensor:
+    """Combine small arrays on this process's device, by a program of a size that serves all."""
+    size = INLINE_BYTES // rows[0].element_size()
+    stacked = torch.zeros((len(rows), size), dtype=rows[0].dtype)
+    for index, row in enumerate(rows):
+        stacked[index, : row.numel()] = row
+    program = members.programs.local_reduction(len(rows), size, wire, reducer)
+    (total,) = program([to_array(carry(stacked.view(-1), wire), members.device)])
+    return to_tensor(total).view(rows[0].dtype)[: rows[0].numel()]
+
+
+@dataclass(slots=True, kw_only=True)
+class Barrier:
+    """Nothing to move: the envelopes themselves are the barrier."""
+
+    signature: Signature
+
+    def payload(self) -> bytes | None:
+        """See Operation."""
+        return b""
+
+    def finish_inline(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """See Operation."""
+
+    def run(self, envelopes: Sequence[Envelope], members: Members) -> None:
+        """See Operation."""
+        raise AssertionError("a barrier has no payload")

@@ -1,0 +1,133 @@
+"""Which form a verb takes, and in chunks of what size: data, one table for each platform.
+
+Bounds of the CPU table were measured by benchmarks/collectives.py: docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tpu_dist.collectives.dtypes import Kind, WireType
+from tpu_dist.collectives.forms import FORMS, Form
+from tpu_dist.collectives.reducers import Reducer
+
+MIB = 1 << 20
+_GRAIN = 1024  # elements; chunks that are multiples of it keep the payload's alignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A form, and what it is for; the first rule of a verb's list that fits is taken.
+
+    Attributes:
+        chunk_bytes: what one program moves into a rank at most, all pieces together.
+        max_bytes: payloads above take a later rule.
+        max_ranks: larger groups take a later rule.
+        power_of_two: only groups of 2**k ranks.
+        native: only what XLA's own collective does exactly: an operation it has, on a dtype that
+            is not accumulated in a wider one.
+    """
+
+    form: str
+    chunk_bytes: int
+    max_bytes: int | None = None
+    max_ranks: int | None = None
+    power_of_two: bool = False
+    native: bool = False
+
+    def fits(
+        self, num_bytes: int, num_ranks: int, wire: WireType, reducer: Reducer | None
+    ) -> bool:
+        """Whether this rule may be taken; the same on every rank."""
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            return False
+        if self.max_ranks is not None and num_ranks > self.max_ranks:
+            return False
+        if self.power_of_two and num_ranks & (num_ranks - 1):
+            return False
+        return not self.native or _is_native(wire, reducer)
+
+
+def _is_native(wire: WireType, reducer: Reducer | None) -> bool:
+    if reducer is None:
+        return True
+    plain = wire.accumulate is None and wire.kind in (Kind.FLOAT, Kind.INTEGER)
+    return plain and reducer.native is not None
+
+
+_CPU: Mapping[str, Sequence[Rule]] = {
+    "all_reduce": (
+        Rule(form="doubling", chunk_bytes=4 * MIB, max_ranks=2),
+        Rule(form="doubling", chunk_bytes=4 * MIB, max_bytes=2 * MIB, power_of_two=True),
+        Rule(form="native_all_reduce", chunk_bytes=4 * MIB, native=True),
+        Rule(form="doubling", chunk_bytes=4 * MIB, power_of_two=True),
+        Rule(form="gather_and_reduce", chunk_bytes=4 * MIB),
+    ),
+    "all_gather": (Rule(form="spread", chunk_bytes=4 * MIB),),
+    "reduce_scatter": (Rule(form="swap_and_reduce", chunk_bytes=4 * MIB),),
+    "all_to_all": (Rule(form="swap", chunk_bytes=4 * MIB),),
+    "gather": (Rule(form="collect", chunk_bytes=4 * MIB),),
+    "scatter": (Rule(form="deal", chunk_bytes=4 * MIB),),
+    "transfer": (Rule(form="deal", chunk_bytes=4 * MIB),),
+    "broadcast": (Rule(form="tree", chunk_bytes=4 * MIB),),
+}
+
+# XLA's own collective wherever it has one, the whole payload at once.
+_WHOLE = 1 << 40
+_TPU: Mapping[str, Sequence[Rule]] = {
+    "all_reduce": (
+        Rule(form="native_all_reduce", chunk_bytes=_WHOLE, native=True),
+        Rule(form="gather_and_reduce", chunk_bytes=_WHOLE),
+    ),
+    "all_gather": (Rule(form="native_all_gather", chunk_bytes=_WHOLE),),
+    "reduce_scatter": (
+        Rule(form="native_reduce_scatter", chunk_bytes=_WHOLE, native=True),
+        Rule(form="swap_and_reduce", chunk_bytes=_WHOLE),
+    ),
+    "all_to_all": (Rule(form="native_all_to_all", chunk_bytes=_WHOLE),),
+    "gather": (Rule(form="collect", chunk_bytes=_WHOLE),),
+    "scatter": (Rule(form="deal", chunk_bytes=_WHOLE),),
+    "transfer": (Rule(form="deal", chunk_bytes=_WHOLE),),
+    "broadcast": (Rule(form="tree", chunk_bytes=_WHOLE),),
+}
+
+PLANS: Mapping[str, Mapping[str, Sequence[Rule]]] = {"cpu": _CPU, "tpu": _TPU}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one payload is moved."""
+
+    form: Form
+    chunk_elements: int  # of one piece
+
+
+def choose_plan(
+    platform: str,
+    verb: str,
+    *,
+    num_elements: int,
+    element_bytes: int,
+    num_ranks: int,
+    wire: WireType,
+    reducer: Reducer | None = None,
+) -> Plan:
+    """Choose by the platform's table; every rank of a group comes to the same plan.
+
+    Args:
+        platform: ``cpu`` or ``tpu``.
+        verb: a key of the table.
+        num_elements: of the largest piece that any rank sends to another.
+        element_bytes: bytes of one element.
+        num_ranks: of the group.
+        wire: dtype of the elements.
+        reducer: for the verbs that reduce.
+    """
+    num_bytes = num_elements * element_bytes
+    rules = PLANS[platform][verb]
+    rule = next(rule for rule in rules if rule.fits(num_bytes, num_ranks, wire, reducer))
+    form = FORMS[rule.form]
+    shares = num_ranks - 1 if form.pieces or form.name == "spread" else 1
+    elements = rule.chunk_bytes // element_bytes // max(1, shares)
+    return Plan(form, elements // _GRAIN * _GRAIN)

@@ -1,0 +1,9 @@
+"""What the launcher raises."""
+
+from __future__ import annotations
+
+from tpu_dist.topology.errors import TpuDistError
+
+
+class LaunchError(TpuDistError):
+    """A run that cannot be started as it was asked for: found out before any worker exists."""

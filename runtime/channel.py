@@ -1,0 +1,328 @@
+"""Short messages between the processes of one job, beside the collectives.
+
+Collectives say nothing when they stall. This channel lets a rank ask another where it is, tell it
+that a group has failed, and match sends with receives. Connections are opened when first needed;
+a connection that closes tells that the peer's process has ended.
+
+A message is a kind (str), a JSON-able mapping and raw bytes. Messages of one rank to another arrive
+in order. Handlers run on the channel's one thread: they must not block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+from tpu_dist.topology.errors import PeerLostError
+
+_logger = logging.getLogger(__name__)
+
+Meta = dict[str, Any]
+Handler = Callable[[int, Meta, bytes], Meta | None]
+
+_FRAME = struct.Struct("!II")
+CONNECT_TIMEOUT = timedelta(seconds=5)
+
+
+class _Connection:
+    """One TCP connection; written by any thread, read by the channel's."""
+
+    def __init__(self, sock: socket.socket, rank: int | None) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = sock
+        self.rank = rank  # None until an accepted peer has said hello
+        self.received = bytearray()
+        self.unsent = bytearray()
+        self.lock = threading.Lock()
+
+    def write(self, frame: bytes) -> bool:
+        """Send what fits now; True if something is left for the channel's thread."""
+        with self.lock:
+            if not self.unsent:
+                try:
+                    frame = frame[self.socket.send(frame) :]
+                except BlockingIOError:
+                    pass
+            self.unsent += frame
+            return bool(self.unsent)
+
+    def flush(self) -> bool:
+        """Send more of what is left; True if there still is something."""
+        with self.lock:
+            if self.unsent:
+                try:
+                    del self.unsent[: self.socket.send(self.unsent)]
+                except BlockingIOError:
+                    pass
+            return bool(self.unsent)
+
+
+class Channel:
+    """This process's end; close() ends its thread. All methods may be called from any thread."""
+
+    resolve: Callable[[int], tuple[str, int]]
+    """Returns the (host, port) where another rank's channel listens; to be set before any send."""
+
+    def __init__(self, *, rank: int, host: str, token: str) -> None:
+        """Listen on a free port of `host`.
+
+        Args:
+            rank: the rank of this process in the job.
+            host: the address to listen on.
+            token: shared by the job's processes; connections without it are refused.
+        """
+        self.rank = rank
+        self._token = token
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._handlers: dict[str, Handler] = {"reply": self._on_reply}
+        self._lost_callbacks: list[Callable[[int], None]] = []
+        self._outgoing: dict[int, _Connection] = {}
+        self._lost: set[int] = set()
+        self._connecting = threading.Lock()
+        self._requests: dict[int, Future[Meta]] = {}
+        self._request_ids = itertools.count()
+        self._closed = False
+        self._readers: dict[socket.socket, _Connection] = {}  # changed by the channel's thread only
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="tpu_dist-channel", daemon=True)
+        self._thread.start()
+
+    def on(self, kind: str, handler: Handler) -> None:
+        """Call `handler`(sender's rank, meta, body) for messages of `kind`.
+
+        What it returns, if it is a mapping, answers the sender's ask().
+        """
+        self._handlers[kind] = handler
+
+    def on_lost(self, callback: Callable[[int], None]) -> None:
+        """Call `callback`(rank) on the channel's thread when a peer's connection has closed."""
+        self._lost_callbacks.append(callback)
+
+    def send(self, rank: int, kind: str, meta: Mapping[str, Any], body: bytes = b"") -> None:
+        """Send one message; returns once it is queued.
+
+        Raises:
+            PeerLostError: the peer's process has ended or cannot be reached.
+        """
+        connection = self._connect(rank)
+        try:
+            pending = connection.write(_frame(kind, meta, body))
+        except OSError as error:
+            self._mark_lost(rank)
+            raise PeerLostError(f"rank {rank} is gone: {error}") from error
+        if pending:
+            self._wake()
+
+    def watch(self, rank: int) -> None:
+        """See that on_lost() will tell if `rank` ends, though nothing is sent to it.
+
+        Raises:
+            PeerLostError: it has ended already.
+        """
+        self._connect(rank)
+
+    def ask(self, rank: int, kind: str, meta: Mapping[str, Any]) -> Future[Meta]:
+        """Send a message and return the future of its answer; it fails if the peer is lost."""
+        request = next(self._request_ids)
+        answer: Future[Meta] = Future()
+        self._requests[request] = answer
+        try:
+            self.send(rank, kind, {**meta, "request": request})
+        except PeerLostError as error:
+            self._requests.pop(request, None)
+            answer.set_exception(error)
+        return answer
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether the peer's process is known to have ended."""
+        return rank in self._lost
+
+    def sockets(self) -> frozenset[str]:
+        """The identities of this channel's connections (as in transport_sockets)."""
+        found = set()
+        for connection in [*self._outgoing.values(), *list(self._readers.values())]:
+            try:
+                found.add(os.readlink(f"/proc/self/fd/{connection.socket.fileno()}"))
+            except OSError:
+                continue
+        return frozenset(found)
+
+    def close(self) -> None:
+        """End the thread and close all connections; idempotent."""
+        self._closed = True
+        self._wake()
+        self._thread.join(timeout=5)
+
+    # --- connections
+
+    def _connect(self, rank: int) -> _Connection:
+        with self._connecting:
+            if rank in self._lost:
+                raise PeerLostError(f"rank {rank} is gone: its process has ended")
+            connection = self._outgoing.get(rank)
+            if connection is not None:
+                return connection
+            address = self.resolve(rank)
+            try:
+                sock = socket.create_connection(address, CONNECT_TIMEOUT.total_seconds())
+            except OSError as error:
+                self._lost.add(rank)
+                raise PeerLostError(
+                    f"rank {rank} is gone: nothing answers at {address[0]}:{address[1]} ({error})"
+                ) from error
+            connection = _Connection(sock, rank)
+            connection.write(_frame("hello", {"token": self._token, "rank": self.rank}, b""))
+            self._outgoing[rank] = connection
+        self._wake()
+        return connection
+
+    def _mark_lost(self, rank: int) -> None:
+        if self._closed:
+            return
+        with self._connecting:
+            if rank in self._lost:
+                return
+            self._lost.add(rank)
+        for callback in self._lost_callbacks:
+            callback(rank)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"x")
+        except OSError:  # full: it will wake anyhow; closed: it has ended
+            pass
+
+    # --- the thread
+
+    def _run(self) -> None:
+        readers = self._readers
+        while not self._closed:
+            for rank, connection in list(self._outgoing.items()):
+                if rank not in self._lost:
+                    self._follow(connection)
+            for key, events in self._selector.select():
+                ready = key.fileobj
+                if ready is self._listener:
+                    self._accept()
+                elif ready is self._wake_reader:
+                    _drain(self._wake_reader)
+                elif isinstance(ready, socket.socket) and ready in readers:
+                    self._serve(readers[ready], events)
+        for connection in readers.values():
+            connection.socket.close()
+        self._listener.close()
+        self._selector.close()
+
+    def _follow(self, connection: _Connection) -> None:
+        """Watch a connection for its end, and for room while something is unsent."""
+        wanted = selectors.EVENT_READ
+        if connection.unsent:
+            wanted |= selectors.EVENT_WRITE
+        try:
+            if connection.socket not in self._readers:
+                self._readers[connection.socket] = connection
+                self._selector.register(connection.socket, wanted)
+            elif self._selector.get_key(connection.socket).events != wanted:
+                self._selector.modify(connection.socket, wanted)
+        except (ValueError, KeyError):  # its end was met meanwhile
+            self._readers.pop(connection.socket, None)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        self._readers[sock] = _Connection(sock, None)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                connection.flush()
+            if events & selectors.EVENT_READ:
+                while True:
+                    chunk = connection.socket.recv(1 << 18)
+                    if not chunk:
+                        raise ConnectionResetError("closed by the peer")
+                    connection.received += chunk
+        except BlockingIOError:
+            self._dispatch(connection)
+        except OSError:
+            self._dispatch(connection)  # what came before the end still counts
+            self._selector.unregister(connection.socket)
+            self._readers.pop(connection.socket, None)
+            connection.socket.close()
+            if connection.rank is not None:
+                self._mark_lost(connection.rank)
+
+    def _dispatch(self, connection: _Connection) -> None:
+        for kind, meta, body in _take_frames(connection.received):
+            if kind == "hello":
+                if meta.get("token") != self._token:
+                    _logger.warning("a connection without this job's token was refused")
+                    connection.socket.shutdown(socket.SHUT_RDWR)
+                    return
+                connection.rank = int(meta["rank"])
+            elif connection.rank is not None:
+                self._handle(connection.rank, kind, meta, body)
+
+    def _handle(self, rank: int, kind: str, meta: Meta, body: bytes) -> None:
+        try:
+            answer = self._handlers[kind](rank, meta, body)
+            if answer is not None:
+                self.send(rank, "reply", {**answer, "request": meta["request"]})
+        except PeerLostError:
+            pass  # it asked and ended
+        except Exception:
+            _logger.exception("message %r of rank %d could not be handled", kind, rank)
+
+    def _on_reply(self, rank: int, meta: Meta, body: bytes) -> None:
+        future = self._requests.pop(meta["request"], None)
+        if future is not None:
+            future.set_result(meta)
+
+
+def _frame(kind: str, meta: Mapping[str, Any], body: bytes) -> bytes:
+    head = json.dumps([kind, meta]).encode()
+    return _FRAME.pack(len(head), len(body)) + head + body
+
+
+def _take_frames(buffer: bytearray) -> list[tuple[str, Meta, bytes]]:
+    frames = []
+    start = 0
+    while len(buffer) - start >= _FRAME.size:
+        head_size, body_size = _FRAME.unpack_from(buffer, start)
+        body_start = start + _FRAME.size + head_size
+        if len(buffer) < body_start + body_size:
+            break
+        kind, meta = json.loads(buffer[start + _FRAME.size : body_start])
+        frames.append((kind, meta, bytes(buffer[body_start : body_start + body_size])))
+        start = body_start + body_size
+    del buffer[:start]
+    return frames
+
+
+def _drain(sock: socket.socket) -> None:
+    try:
+        while sock.recv(4096):
+            pass
+    except BlockingIOError:
+        pass

@@ -1,0 +1,57 @@
+"""The environment variables the process group knows, read here and nowhere else.
+
+=====================  ==========================================================================
+``TPU_DIST_PLATFORM``  ``tpu`` or ``cpu``: which JAX platform to run on; default: tpu where chips are
+``TPU_DIST_HOST``      the address at which other processes reach this one; default: from the store
+``TPU_DIST_PREFER``    ``1``: take the names that torch_tpu registers too (read in tpu_dist._autoload)
+``LOCAL_RANK``         index of this process on its host (torchrun, tpu-launch)
+``LOCAL_WORLD_SIZE``   number of processes on this host (torchrun, tpu-launch)
+``MASTER_ADDR``        host of the c10d store (torchrun, tpu-launch)
+=====================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PLATFORMS = ("cpu", "tpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """What the environment says about this process; None where it says nothing."""
+
+    platform: str | None = None
+    host: str | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    master_address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.platform is not None and self.platform not in PLATFORMS:
+            raise ValueError(
+                f"TPU_DIST_PLATFORM must be one of {', '.join(PLATFORMS)}, got {self.platform!r}"
+            )
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> RuntimeConfig:
+    """Read the variables of the table above; raises ValueError for one that makes no sense."""
+    return RuntimeConfig(
+        platform=environ.get("TPU_DIST_PLATFORM", "").lower() or None,
+        host=environ.get("TPU_DIST_HOST") or None,
+        local_rank=_integer(environ, "LOCAL_RANK"),
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE"),
+        master_address=environ.get("MASTER_ADDR") or None,
+    )
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, got {text!r}") from None

@@ -1,0 +1,247 @@
+"""The Runtime: what this process shares with the other ranks of its job, from init to exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from tpu_dist.runtime.channel import Channel
+from tpu_dist.runtime.client import (
+    apply_environment,
+    choose_platform,
+    create_client,
+    drop_client,
+    is_jax_initialised,
+    one_device_a_rank,
+    prepare_tpu,
+)
+from tpu_dist.runtime.coordinator import (
+    CoordinatorAddress,
+    CoordinatorConnection,
+    start_coordinator,
+)
+from tpu_dist.runtime.environment import RuntimeConfig
+from tpu_dist.topology.errors import BringUpError
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Runtime:
+    """One PJRT client, its device, and the way to the other ranks' processes.
+
+    Made by start_runtime(); there is at most one a process, since there is at most one PJRT client.
+    """
+
+    platform: str
+    rank: int
+    world_size: int
+    devices: tuple[Any, ...]  # every rank's device, by rank
+    session: str
+    channel: Channel
+    connection: CoordinatorConnection | None
+    process_id: int = field(default_factory=os.getpid)
+    healthy: bool = True  # False once a transport was cut: the next init starts afresh
+    at_close: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def device(self) -> Any:
+        """The one device of this process."""
+        return self.devices[self.rank]
+
+    def close(self) -> None:
+        """Stop what runs for this runtime and leave the job; its arrays die with it."""
+        for callback in reversed(self.at_close):
+            callback()
+        self.channel.close()
+        if self.connection is not None:
+            drop_client()
+            self.connection.close()
+
+
+# The PJRT client is one a process by nature; so is its owner.
+_current: Runtime | None = None
+
+
+def current_runtime() -> Runtime | None:
+    """The runtime of this process, or None before the first init_process_group."""
+    return _current
+
+
+def start_runtime(
+    store: Any, *, rank: int, world_size: int, timeout: timedelta, config: RuntimeConfig
+) -> Runtime:
+    """Start, or take up again, the runtime of this process. Collective over all ranks of `store`.
+
+    Args:
+        store: a c10d Store that all ranks share; used under the prefix it comes with.
+        rank: this process's rank.
+        world_size: number of ranks.
+        timeout: for the whole of it.
+        config: what the environment says.
+
+    Raises:
+        BringUpError: what is in the way, and the cure.
+        TopologyError: the slice and the ranks do not fit.
+    """
+    global _current
+    deadline = time.monotonic() + timeout.total_seconds()
+    _refuse_forked_child()
+    old = _current
+    if old is not None:
+        usable = old.healthy and (old.rank, old.world_size) == (rank, world_size)
+        _refuse_other_platform(old, config)
+    else:
+        usable = False
+    store.set(f"session/{rank}", f"{old.session}" if usable and old is not None else "-")
+    if rank == 0 or world_size == 1:
+        sessions = [
+            _get(store, f"session/{other}", deadline, f"rank {other} to call init_process_group")
+            for other in range(world_size)
+        ]
+        same = sessions[0] if len(set(sessions)) == 1 and sessions[0] != "-" else "new"
+        if rank == 0:
+            store.set("decision", same)
+    decision = _get(store, "decision", deadline, "rank 0 to call init_process_group")
+    if decision != "new" and old is not None:
+        _join_channels(old.channel, store)
+        return old
+    if old is not None:
+        old.close()
+        _current = None
+    _current = _start(store, rank, world_size, deadline, config)
+    return _current
+
+
+def _start(
+    store: Any, rank: int, world_size: int, deadline: float, config: RuntimeConfig
+) -> Runtime:
+    platform = choose_platform(config)
+    host = _own_address(config)
+    ready_made = _devices_of_users_jax(platform, rank, world_size)
+    if platform == "tpu" and ready_made is None:
+        apply_environment(prepare_tpu(config, os.environ))
+    if rank == 0:
+        address = ""
+        if world_size > 1 and ready_made is None:
+            address = str(start_coordinator(host, world_size, _left(deadline)))
+        store.set("job", f"{secrets.token_hex(16)}|{address}")
+    session, _, address = _get(store, "job", deadline, "rank 0 to start the job").partition("|")
+    connection = None
+    if address:
+        connection = CoordinatorConnection(
+            CoordinatorAddress.parse(address), rank, _left(deadline)
+        )
+    devices = ready_made or create_client(platform, rank, world_size, connection, _left(deadline))
+    channel = Channel(rank=rank, host=host, token=session)
+    _join_channels(channel, store)
+    runtime = Runtime(
+        platform=platform,
+        rank=rank,
+        world_size=world_size,
+        devices=devices,
+        session=session,
+        channel=channel,
+        connection=connection,
+    )
+    atexit.register(_close_at_exit, runtime)
+    _logger.info("rank %d of %d on %s", rank, world_size, devices[rank])
+    return runtime
+
+
+def _join_channels(channel: Channel, store: Any) -> None:
+    """Say in `store` where our channel listens, and find the others' there."""
+
+    def resolve(other: int) -> tuple[str, int]:
+        soon = time.monotonic() + 5
+        text = _get(store, f"channel/{other}", soon, f"the address of rank {other}")
+        host, _, port = text.rpartition(":")
+        return host, int(port)
+
+    store.set(f"channel/{channel.rank}", f"{channel.address[0]}:{channel.address[1]}")
+    channel.resolve = resolve
+
+
+def _close_at_exit(runtime: Runtime) -> None:
+    """Let no thread be left in a collective when the interpreter ends: that aborts the process."""
+    if runtime.process_id == os.getpid() and runtime is _current:
+        for callback in reversed(runtime.at_close):
+            callback()
+        runtime.channel.close()
+
+
+def _devices_of_users_jax(platform: str, rank: int, world_size: int) -> tuple[Any, ...] | None:
+    """The devices of a JAX that was initialised before us, if it is of use; None if there is none."""
+    if not is_jax_initialised():
+        return None
+    import jax
+
+    found = (jax.default_backend(), jax.process_count(), jax.process_index())
+    if found == (platform, world_size, rank):
+        return one_device_a_rank(platform, jax.devices(), world_size)
+    raise BringUpError(
+        f"JAX was initialised in this process before init_process_group, as process {found[2]} of "
+        f"{found[1]} on {found[0]}; rank {rank} of {world_size} on {platform} is needed, and a "
+        f"process has one PJRT client. Call init_process_group before the first JAX computation "
+        f"(jax.devices(), jnp arrays at import time ...), or give each rank its own "
+        f"jax.distributed.initialize."
+    )
+
+
+def _refuse_forked_child() -> None:
+    if _current is not None and _current.process_id != os.getpid():
+        raise BringUpError(
+            f"this process was forked from process {_current.process_id} after that one had started "
+            f"its PJRT client; a client cannot be used or started again in a forked child. Use the "
+            f"start method 'spawn' (mp.spawn, tpu-launch, torchrun), or fork before "
+            f"init_process_group."
+        )
+
+
+def _refuse_other_platform(old: Runtime, config: RuntimeConfig) -> None:
+    wanted = choose_platform(config)
+    if old.platform != wanted:
+        raise BringUpError(
+            f"this process runs on {old.platform}, and {wanted} is asked for now; a process keeps "
+            f"its platform. Start another process, or leave TPU_DIST_PLATFORM alone."
+        )
+
+
+def _own_address(config: RuntimeConfig) -> str:
+    """The address under which the other hosts reach this one."""
+    if config.host is not None:
+        return config.host
+    master = config.master_address or "127.0.0.1"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # sends nothing: it only picks the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BringUpError(
+            f"no route from here to MASTER_ADDR={master}: {error}. Correct it, or set "
+            f"TPU_DIST_HOST to the address that the other hosts reach this one by."
+        ) from error
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(1.0, deadline - time.monotonic()))
+
+
+def _get(store: Any, key: str, deadline: float, awaited: str) -> str:
+    left = _left(deadline)
+    try:
+        store.wait([key], left)
+    except RuntimeError as error:
+        raise BringUpError(
+            f"waited {left.total_seconds():.0f} s for {awaited}, in vain ({error}). Look at that "
+            f"rank's log: it has failed, or was never started."
+        ) from error
+    return bytes(store.get(key)).decode()

@@ -1,0 +1,34 @@
+"""The job: what all process groups of this process share, from init_process_group on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpu_dist._recorder import Recorder
+from tpu_dist.collectives.engine import Engine
+from tpu_dist.collectives.monitored_barrier import MonitoredBarriers
+from tpu_dist.collectives.point_to_point import PointToPoint
+from tpu_dist.runtime.runtime import Runtime
+
+
+@dataclass(slots=True)
+class Job:
+    """Made with the default group, and kept for the next one while its runtime is."""
+
+    runtime: Runtime
+    engine: Engine
+    messages: PointToPoint
+    barriers: MonitoredBarriers
+    recorder: Recorder = field(default_factory=Recorder)
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.runtime.rank
+
+    @classmethod
+    def start(cls, runtime: Runtime, store: Any) -> Job:
+        """Start the engine of a runtime; `store` is for it alone."""
+        engine = Engine(runtime, store)
+        return cls(runtime, engine, PointToPoint(engine), MonitoredBarriers(runtime.channel))

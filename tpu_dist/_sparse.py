@@ -1,0 +1,40 @@
+"""all_reduce of sparse tensors: everybody's entries are gathered, and added up here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tpu_dist.collectives.operations import Operation
+
+NUM_SPARSE_STEPS = 3
+
+Gather = Callable[[int, torch.Tensor, list[torch.Tensor]], Operation]
+
+
+def sparse_sum(tensor: torch.Tensor, num_ranks: int, gather: Gather) -> Iterator[Operation]:
+    """Sum a COO tensor over all ranks, in place.
+
+    Args:
+        tensor: sparse_coo, of the same shape on all ranks; entries may differ.
+        num_ranks: of the group.
+        gather: makes the all_gather of step 0, 1, ... from a source and one target a rank.
+
+    Yields:
+        The operations, each to be finished before the next is asked for.
+    """
+    own = tensor.detach().coalesce()
+    indices, values = own.indices(), own.values()
+    count = torch.tensor([own._nnz()])
+    counts = [torch.zeros_like(count) for _ in range(num_ranks)]
+    yield gather(0, count, counts)
+    sizes = [int(size) for size in counts]
+    all_indices = [torch.empty((indices.shape[0], size), dtype=indices.dtype) for size in sizes]
+    yield gather(1, indices, all_indices)
+    all_values = [torch.empty((size, *values.shape[1:]), dtype=values.dtype) for size in sizes]
+    yield gather(2, values, all_values)
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices, dim=1), torch.cat(all_values), tensor.shape
+    ).coalesce()
+    tensor.data.copy_(total)

@@ -1,0 +1,121 @@
+"""What a rank can see to be wrong by itself: refused with ValueError before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tpu_dist.collectives.dtypes import wire_type
+
+
+def check_tensor(verb: str, tensor: object, role: str = "tensor") -> torch.Tensor:
+    """See that `tensor` is one that collectives carry.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it holds no data here, or not densely.
+        UnsupportedError: its dtype is not carried.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{verb}: {role} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{verb}: {role} is on device {tensor.device}; tensors on cpu are carried. "
+            + ("A meta tensor holds no data: materialise it first." if tensor.is_meta else "")
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{verb}: {role} has layout {tensor.layout}; pass a dense tensor")
+    wire_type(tensor.dtype)
+    return tensor
+
+
+def check_tensors(
+    verb: str, tensors: Sequence[object], role: str, *, count: int | None = None
+) -> list[torch.Tensor]:
+    """See that there are `count` tensors, all of one dtype.
+
+    Raises:
+        ValueError: there are others.
+    """
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"{verb}: {role} must be a list of tensors, got {type(tensors).__name__}")
+    if count is not None and len(tensors) != count:
+        raise ValueError(
+            f"{verb}: {role} must hold one tensor for each of the {count} ranks, got {len(tensors)}"
+        )
+    checked = [
+        check_tensor(verb, tensor, f"{role}[{index}]") for index, tensor in enumerate(tensors)
+    ]
+    dtypes = {tensor.dtype for tensor in checked}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"{verb}: {role} must be of one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+        )
+    return checked
+
+
+def only(verb: str, tensors: object, role: str) -> object:
+    """The one element of a list of one, as c10d passes most tensors; or the thing itself."""
+    if isinstance(tensors, (list, tuple)):
+        if len(tensors) != 1:
+            raise ValueError(f"{verb}: {role} must hold one element, got {len(tensors)}")
+        return tensors[0]
+    return tensors
+
+
+def check_same_dtype(verb: str, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise ValueError unless both have one dtype."""
+    if output.dtype != source.dtype:
+        raise ValueError(
+            f"{verb}: output is {output.dtype}, input is {source.dtype}; they must be the same"
+        )
+
+
+def check_count(verb: str, tensor: torch.Tensor, role: str, wanted: int, why: str) -> None:
+    """Raise ValueError unless `tensor` has `wanted` elements."""
+    if tensor.numel() != wanted:
+        raise ValueError(
+            f"{verb}: {role} of shape {tuple(tensor.shape)} has {tensor.numel()} elements, "
+            f"{wanted} are needed: {why}"
+        )
+
+
+def check_rank(verb: str, rank: int, size: int, role: str) -> int:
+    """Raise ValueError unless `rank` is a group rank."""
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"{verb}: {role} is {rank}, outside of the group's ranks 0 to {size - 1} "
+            f"(group ranks are meant here)"
+        )
+    return rank
+
+
+def split_sizes(
+    verb: str, tensor: torch.Tensor, splits: Sequence[int], num_ranks: int, role: str
+) -> list[int]:
+    """Elements for each rank, from a list of rows; an empty list splits evenly.
+
+    Raises:
+        ValueError: the splits do not fit the tensor.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row = tensor.numel() // rows if rows else 0
+    if not splits:
+        if rows % num_ranks:
+            raise ValueError(
+                f"{verb}: the {rows} rows of {role} cannot be divided among {num_ranks} ranks; "
+                f"pass split sizes"
+            )
+        return [rows // num_ranks * row] * num_ranks
+    if len(splits) != num_ranks:
+        raise ValueError(
+            f"{verb}: {role}_split_sizes needs one size for each of the {num_ranks} ranks, got "
+            f"{len(splits)}"
+        )
+    if any(size < 0 for size in splits) or sum(splits) != rows:
+        raise ValueError(
+            f"{verb}: {role}_split_sizes {list(splits)} must be non-negative and sum up to the "
+            f"{rows} rows of {role}; they sum up to {sum(splits)}"
+        )
+    return [size * row for size in splits]

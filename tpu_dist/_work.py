@@ -1,0 +1,165 @@
+"""Work: the user's handle on a call that is under way."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpu_dist.errors import CollectiveTimeoutError
+
+# Callbacks of futures may wait for other collectives, which lanes must be free to finish; and
+# torch wants a profiler event that is asynchronous to end on another thread than it began on.
+_callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="tpu_dist-callbacks")
+
+NO_TIMEOUT = timedelta(0)  # what c10d passes for "wait as long as the group's timeout lets you"
+
+
+class Work(dist.Work):
+    """One call. Finished by a lane or the channel; waited for by anybody, any number of times.
+
+    wait() blocks the host until CPU tensors hold the result.
+    """
+
+    # C++ may hold a Work whose Python half nobody holds (DDP's join does). Without that half,
+    # wait() is c10d's own, which sleeps for ever: so keep the recent ones alive.
+    _recent: collections.deque[Work] = collections.deque(maxlen=1024)
+
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], describe: Callable[[], str], event: Any = None
+    ) -> None:
+        """A call that has not been made yet.
+
+        Args:
+            outputs: what result() returns.
+            describe: says who is missing, for the message of a wait that gives up.
+            event: handle of the profiler event to end with it.
+        """
+        super().__init__()
+        self._outputs = list(outputs)
+        self._describe = describe
+        self._event = event
+        self._began_on = threading.get_ident()
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._source = -1
+        self._recent.append(self)
+
+    # --- for those who run it
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End it; to be called once."""
+        self._error = error
+        if self._event is not None:
+            self._end_event()
+        with self._lock:
+            self._done.set()
+            future = self._future
+        if future is not None:
+            _callbacks.submit(self._fulfil, future)
+
+    def set_source(self, group_rank: int) -> None:
+        """Say whom a receive from any source has got its message from."""
+        self._source = group_rank
+
+    # --- what c10d and users call
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until the call is done; True.
+
+        Args:
+            timeout: give up waiting after this long; the call itself goes on until its group's
+                timeout. Zero: no other limit than the group's.
+
+        Raises:
+            CollectiveTimeoutError: `timeout` is over.
+            CollectiveError: the call has failed.
+        """
+        # Without a limit of its own it still ends: the watchdog fails calls that are overdue.
+        if not self._done.wait(timeout.total_seconds() if timeout > NO_TIMEOUT else None):
+            raise CollectiveTimeoutError(
+                f"wait({timeout.total_seconds():g} s) gave up: {self._describe()}"
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Same as wait()."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with, if any."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors; filled once it is completed."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the list of output tensors."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done.is_set():
+                    self._fulfil(self._future)
+            return self._future
+
+    def source_rank(self) -> int:
+        """Group rank of the sender of a received message."""
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._outputs)
+
+    def _end_event(self) -> None:
+        event, self._event = self._event, None
+        end = torch.autograd._record_function_with_args_exit  # type: ignore[attr-defined]
+        if threading.get_ident() == self._began_on:
+            _callbacks.submit(end, event).result()
+        else:
+            end(event)
+
+
+class CoalescedWork(Work):
+    """Several calls seen as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        outputs = [output for work in works for output in work.result()]
+        super().__init__(outputs, lambda: "coalesced calls are under way")
+        self._works = list(works)
+        self._left = len(self._works)
+        if not self._works:
+            self.finish()
+        for work in self._works:
+            work.get_future().add_done_callback(self._one_done)
+
+    def _one_done(self, future: Any) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            errors = [work.exception() for work in self._works]
+            self.finish(next((error for error in errors if error is not None), None))
