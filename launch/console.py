@@ -1,4 +1,4 @@
-"""What the launcher itself says on the terminal: always on stderr, stdout belongs to the workers."""
+"""What the launcher itself says on the terminal: on stderr, as stdout belongs to the workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def say(message: str) -> None:
 
 
 def show(text: Text) -> None:
-    """Print styled text on stderr: in colour on a terminal, and never re-wrapped (paths stay whole)."""
+    """Print styled text on stderr: in colour on a terminal, never re-wrapped (paths stay whole)."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(text, soft_wrap=True)

@@ -107,7 +107,9 @@ def _kind_of(function: Path) -> ChipKind | None:
 
 def _num_usable(root: Path, kind: ChipKind, chips: list[Path]) -> int:
     if kind.node == "accel":
-        nodes = [node for node in (root / "dev").glob("accel*") if re.fullmatch(r"accel\d+", node.name)]
+        nodes = [
+            node for node in (root / "dev").glob("accel*") if re.fullmatch(r"accel\d+", node.name)
+        ]
         return min(len(nodes), len(chips))
     groups = [chip / "iommu_group" for chip in chips]
     return sum(

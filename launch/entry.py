@@ -11,7 +11,7 @@ from enum import Enum
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from tpu_dist.launch import run_path
+from tpu_dist.launch import script_runner
 from tpu_dist.launch.errors import LaunchError
 
 
@@ -44,7 +44,7 @@ class Entry:
             EntryKind.SCRIPT: (python, "-u"),
             EntryKind.MODULE: (python, "-u", "-m"),
             EntryKind.COMMAND: (),
-            EntryKind.RUN_PATH: (python, "-u", run_path.__file__),
+            EntryKind.RUN_PATH: (python, "-u", script_runner.__file__),
         }
         return (*prefixes[self.kind], self.target, *self.arguments)
 
@@ -94,7 +94,7 @@ def _check_script(target: str) -> None:
     if not path.exists():
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
         hint = ""
-        if "/" not in target and not target.endswith(".py") and _module_exists(target):
+        if "/" not in target and not target.endswith(".py") and _is_runnable_module(target):
             hint = f"; there is a module of that name: did you mean -m {target}?"
         raise LaunchError(f"script {target!r}: no such file{looked}{hint}")
     if path.is_dir() and not (path / "__main__.py").is_file():
@@ -116,7 +116,7 @@ def _check_module(target: str) -> None:
         if target.endswith(".py") or "/" in target:
             hint = "; a script is given without -m"
         raise LaunchError(f"-m {target!r}: no such module for {sys.executable}{hint}")
-    if _is_package(target) and not _module_exists(f"{target}.__main__"):
+    if not _is_runnable_module(target):
         raise LaunchError(f"-m {target!r}: a package, and without a __main__ module to run")
 
 
@@ -124,9 +124,11 @@ def _module_exists(name: str) -> bool:
     return _lookup(name) is not None
 
 
-def _is_package(name: str) -> bool:
+def _is_runnable_module(name: str) -> bool:
     spec = _lookup(name)
-    return isinstance(spec, ModuleSpec) and spec.submodule_search_locations is not None
+    if isinstance(spec, ModuleSpec) and spec.submodule_search_locations is not None:
+        return _module_exists(f"{name}.__main__")  # a package
+    return spec is not None
 
 
 def _lookup(name: str) -> ModuleSpec | bool | None:
@@ -135,22 +137,24 @@ def _lookup(name: str) -> ModuleSpec | bool | None:
     spec: ModuleSpec | None = None
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
-        spec = _find(".".join(parts[:end]), path)
+        try:
+            spec = _find(".".join(parts[:end]), path)
+        except KeyError:  # a namespace package within another asks sys.modules for that
+            return True
         if spec is None:
             return None
         if end < len(parts) and spec.submodule_search_locations is None:
             return None
-        try:
-            path = list(spec.submodule_search_locations or ())
-        except (KeyError, AttributeError):  # a nested namespace package asks for its parent
-            return True
+        path = list(spec.submodule_search_locations or ())
     return spec
 
 
 def _find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     if not name.rpartition(".")[2]:
         return None
-    if path is None:  # `python -m` looks in the working directory first, the launcher's path does not
+    if (
+        path is None
+    ):  # `python -m` looks in the working directory first, the launcher's path does not
         here = PathFinder.find_spec(name, [os.getcwd()])
         if here is not None:
             return here

@@ -49,7 +49,7 @@ class Environment:
         unknown: variables that look like a setting and are none.
         omp_num_threads: threads per worker, where the user chose.
         python_exec: the interpreter of the workers, as for torchrun.
-        stand_in: whether JAX_PLATFORMS keeps the workers off the TPU: the CPU stand-in is asked for.
+        stand_in: whether JAX_PLATFORMS keeps the workers off the TPU, on the CPU stand-in.
         log_line_prefix: template of the prefix of tee'd lines, as for torchrun.
         error_file: where whoever started us wants the root cause's error file, as for torchrun.
     """

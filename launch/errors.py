@@ -6,4 +6,4 @@ from tpu_dist.topology.errors import TpuDistError
 
 
 class LaunchError(TpuDistError):
-    """A run that cannot be started as it was asked for: found out before any worker exists."""
+    """A run cannot be started as it was asked for; found out before any worker exists."""

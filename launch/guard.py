@@ -1,8 +1,8 @@
 """Ties a worker's life to its launcher's: when the launcher dies, also by SIGKILL, so does it.
 
 The same file is both sides. Imported, it wraps a worker's command. Run as a script, it asks Linux
-for SIGKILL at its parent's death (prctl PR_SET_PDEATHSIG, which lasts through an exec) and becomes the
-worker's command: no process stays between, and the worker's pid, environment and streams are
+for SIGKILL at its parent's death (prctl PR_SET_PDEATHSIG, which lasts through an exec) and becomes
+the worker's command: no process stays between, and the worker's pid, environment and streams are
 untouched. It costs a worker about 20 ms.
 
 It covers the worker itself. Children that a worker started see its death, not the launcher's.
@@ -33,6 +33,8 @@ def main() -> None:
     """Arm the signal and become the command: ``guard.py LAUNCHER_PID COMMAND...``."""
     import ctypes
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from here
     launcher, command = int(sys.argv[1]), sys.argv[2:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:

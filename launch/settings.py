@@ -41,9 +41,7 @@ def merge_settings(
         arguments: text by name, from the command line.
         environment: text by variable, from ``Environment.settings``.
     """
-    merged = {
-        SETTINGS[variable]: Setting(text, variable) for variable, text in environment.items()
-    }
+    merged = {SETTINGS[variable]: Setting(text, variable) for variable, text in environment.items()}
     merged.update({name: Setting(text, f"--{name}") for name, text in arguments.items()})
     return merged
 

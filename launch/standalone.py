@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -22,10 +22,10 @@ _STORE_TIMEOUT = timedelta(seconds=60)  # of the launcher's own requests, which 
 class StandaloneRendezvous(RendezvousHandler):
     """Each round is this host alone, rank 0 of 1, with a store of its own.
 
-    The store listens on a loopback socket that is bound here, to port 0, and handed over: no port is
-    picked and lost, launches side by side cannot collide, and the network cannot reach it. It
-    serves both the launcher and the workers (MASTER_ADDR and MASTER_PORT), so it survives any worker;
-    a new round gets a new one, so that nothing of the last round's keys is left.
+    The store listens on a loopback socket that is bound here, to port 0, and handed over: no port
+    is picked and lost, launches side by side cannot collide, and the network cannot reach it. It
+    serves both the launcher and the workers (MASTER_ADDR and MASTER_PORT), so it survives any
+    worker; a new round gets a new one, so that nothing of the last round's keys is left.
 
     Not thread-safe. `shutdown` closes the store.
     """

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tpu_dist.launch.devices import TpuDevices
-from tpu_dist.launch.errors import LaunchError
 from tpu_dist.launch.settings import Setting
 
 STAND_IN_WORKERS = 2
@@ -41,9 +40,9 @@ def count_workers(setting: Setting | None, host: Host) -> WorkerCount:
 
     ``auto`` is one worker per TPU device. On a host without a TPU it is two workers, each with one
     CPU device, and a notice: the fewest with which a program is distributed at all. torchrun's
-    ``auto`` starts one per CPU core there; here each worker carries an XLA client with a thread pool
-    of its own as wide as the host, so that a large machine would be swamped before the first step.
-    ``cpu`` is for who wants that. ``tpu`` is ``auto`` without the stand-in.
+    ``auto`` starts one per CPU core there; here each worker carries an XLA client with a thread
+    pool of its own as wide as the host, so that a large machine would be swamped before the first
+    step. ``cpu`` is for who wants that. ``tpu`` is ``auto`` without the stand-in.
 
     Without the option there is one worker, as for torchrun.
 

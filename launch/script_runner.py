@@ -1,6 +1,6 @@
 """The worker side of ``--run-path``: runs a script by path, and records what it raises.
 
-A file to be run, not imported: ``python run_path.py SCRIPT ARGS``. The script runs in this
+A file to be run, not imported: ``python script_runner.py SCRIPT ARGS``. The script runs in this
 interpreter under ``record``, so that an exception reaches the launcher's report without the script
 asking for it.
 """

@@ -1,0 +1,221 @@
+"""The command line of tpu-launch: options before the script, and all after it left to the script.
+
+Nothing here imports torch before the arguments are parsed and found to be good.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from tpu_dist.launch.config import build_config
+from tpu_dist.launch.console import NAME, say
+from tpu_dist.launch.environment import read_environment
+from tpu_dist.launch.errors import LaunchError
+from tpu_dist.launch.refusals import refusal
+
+# typer has its own click since 0.2x and the user's before: this reaches the class in either.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+USAGE_ERROR_STATUS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """A parsed command line: the settings that were given, as text, and what is to be run."""
+
+    settings: Mapping[str, str]
+    target: str
+    arguments: tuple[str, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run tpu-launch and return its exit status.
+
+    0 if all workers ended with 0; 2 for a run that cannot be started as asked; 128 + N where signal
+    N ended the launcher; else the status of the worker that failed first (128 + N if by a signal).
+
+    Example:
+        >>> main(["--nproc-per-node", "2", "train.py", "--steps", "10"])  # doctest: +SKIP
+        0
+    """
+    try:
+        command_line = parse(sys.argv[1:] if argv is None else argv)
+        if isinstance(command_line, int):
+            return command_line
+        config = build_config(
+            command_line.settings,
+            command_line.target,
+            command_line.arguments,
+            read_environment(os.environ),
+        )
+        from tpu_dist.launch.run import launch
+
+        return launch(config)
+    except LaunchError as error:
+        say(f"error: {error}")
+        return USAGE_ERROR_STATUS
+    except (KeyboardInterrupt, typer.Abort):  # before the workers exist; later launch() sees to it
+        return 130
+
+
+def parse(argv: Sequence[str]) -> CommandLine | int:
+    """Parse a command line.
+
+    Returns:
+        What it says, or the exit status where that was all: --help and --version have been shown.
+
+    Raises:
+        LaunchError: an option that is unknown, not available or without its value, or no script.
+    """
+    command = typer.main.get_command(_app)
+    try:
+        result = command.main(list(argv), prog_name=NAME, standalone_mode=False)
+    except _UsageError as error:
+        option = getattr(error, "option_name", None)
+        why = refusal(option) if option else None
+        message = f"{option}: {why}" if why else error.format_message()  # type: ignore[attr-defined]
+        raise LaunchError(f"{message} (see {NAME} --help)") from error
+    return result if isinstance(result, CommandLine) else int(result or 0)
+
+
+_app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"{NAME} {version('tpu-dist')}")
+        raise typer.Exit
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")  # torchrun takes --nproc_per_node too
+
+
+@_app.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": _dashes,
+        "help_option_names": ["-h", "--help"],
+    },
+    epilog="Each option may come from the environment instead, as in TPU_LAUNCH_MAX_RESTARTS=3; "
+    "the command line wins. Options may be written with underscores.",
+)
+def _command(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each worker runs.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Passed to it untouched.")
+    ] = None,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Workers on this host: a number, auto (one per TPU device; 2 without a TPU), "
+            "tpu (the same, and an error without a TPU) or cpu (one per core). Default: 1.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Restarts of all workers after a failure. Default: 0."),
+    ] = None,
+    module: Annotated[
+        bool | None, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
+    ] = None,
+    no_python: Annotated[
+        bool | None, typer.Option("--no-python", help="SCRIPT is a command, run without python.")
+    ] = None,
+    run_path: Annotated[
+        bool | None,
+        typer.Option("--run-path", help="Run SCRIPT by runpy.run_path and record what it raises."),
+    ] = None,
+    log_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Where logs go. Default: a temporary directory."),
+    ] = None,
+    redirects: Annotated[
+        str | None,
+        typer.Option(
+            "--redirects",
+            "-r",
+            metavar="STREAMS",
+            help="Streams that go to files only: 1 stdout, 2 stderr, 3 both, "
+            "or by local rank as in 0:3,1:2. Default: 0.",
+        ),
+    ] = None,
+    tee: Annotated[
+        str | None,
+        typer.Option(
+            "--tee",
+            "-t",
+            metavar="STREAMS",
+            help="Streams that go to files and, with a prefix, to the terminal. Default: 0.",
+        ),
+    ] = None,
+    local_ranks_filter: Annotated[
+        str | None,
+        typer.Option(metavar="RANKS", help="Local ranks that may write to the terminal: 0,2."),
+    ] = None,
+    role: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The workers' role. Default: default.")
+    ] = None,
+    monitor_interval: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS", help="How often to look at the workers. Default: 0.1."),
+    ] = None,
+    shutdown_timeout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="What workers get to end by themselves before SIGKILL. Default: 30.",
+        ),
+    ] = None,
+    standalone: Annotated[
+        bool | None, typer.Option("--standalone", help="One host alone: what is done anyway.")
+    ] = None,
+    rdzv_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="The run's name. Default: date and time.")
+    ] = None,
+    nnodes: Annotated[
+        str | None, typer.Option(metavar="N", help="Hosts; 1 is all there is today.")
+    ] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(hidden=True)] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(hidden=True)] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> CommandLine:
+    """Start a PyTorch program on the TPU devices of this host, one worker process for each.
+
+    Made for torchrun's users: tpu-launch --nproc-per-node auto train.py ARGS
+    """
+    given = {
+        "nproc-per-node": nproc_per_node,
+        "max-restarts": max_restarts,
+        "module": module,
+        "no-python": no_python,
+        "run-path": run_path,
+        "log-dir": log_dir,
+        "redirects": redirects,
+        "tee": tee,
+        "local-ranks-filter": local_ranks_filter,
+        "role": role,
+        "monitor-interval": monitor_interval,
+        "shutdown-timeout": shutdown_timeout,
+        "standalone": standalone,
+        "rdzv-id": rdzv_id,
+        "nnodes": nnodes,
+        "rdzv-backend": rdzv_backend,
+        "rdzv-endpoint": rdzv_endpoint,
+    }
+    return CommandLine(
+        settings={name: str(value) for name, value in given.items() if value is not None},
+        target=script,
+        arguments=tuple(arguments or ()),
+    )
