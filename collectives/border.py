@@ -19,6 +19,8 @@ ALIGNMENT = 64  # bytes; XLA's CPU client takes a buffer as it is only from ther
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in row-major order, 1-d; shares its memory where it can."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=tensor.dtype)  # an empty view may have strides that forbid more
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tpu_dist.collectives.border import carry, flat, raw, to_array, to_tensor
 from tpu_dist.collectives.chunks import Chunk, chunks
-from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType
+from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, wire_type
 from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
 from tpu_dist.collectives.plans import choose_plan
 from tpu_dist.collectives.programs import Array, Programs
@@ -58,7 +58,7 @@ class _Destination:
         self._buffer = self._tensor if direct else torch.empty_like(
             self._tensor.resolve_conj(), memory_format=torch.contiguous_format
         )
-        self.flat = self._buffer.view(-1)
+        self.flat = self._buffer.view(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
 
     def close(self) -> None:
         """Bring the buffer, if there is one, into the tensor."""
@@ -79,7 +79,11 @@ def _cut(payload: torch.Tensor | None, chunk: Chunk, dtype: torch.dtype) -> torc
 
 
 def _scaled(payload: torch.Tensor, factor: float) -> torch.Tensor:
-    return payload if factor == 1.0 else (payload * factor).to(payload.dtype)
+    if factor == 1.0:
+        return payload
+    accumulate = wire_type(payload.dtype).accumulate
+    wide = payload if accumulate is None else payload.to(getattr(torch, accumulate))
+    return (wide * factor).to(payload.dtype)
 
 
 def _as_bytes(payload: torch.Tensor) -> bytes:
@@ -232,8 +236,8 @@ class Exchange:
         own_source, own_target = sends[me], targets[me]
         if own_target is not None and own_source is not None and not _same(own_target, own_source):
             own_target.copy_(own_source)
-        item = next(t.element_size() for t in (*self.sends, *self.receives) if t is not None)
-        num_bytes = largest * item
+        assert self.signature.wire is not None
+        num_bytes = largest * self.signature.wire.carrier.itemsize
         plan = choose_plan(
             members.platform,
             self.signature.verb,

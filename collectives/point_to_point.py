@@ -18,7 +18,7 @@ import torch
 
 from tpu_dist.collectives.border import flat, raw
 from tpu_dist.collectives.diagnosis import describe_absent, find_absent
-from tpu_dist.collectives.dtypes import NAMES_BY_CODE, WIRE_TYPES, wire_type
+from tpu_dist.collectives.dtypes import NAMES_BY_CODE, wire_type
 from tpu_dist.collectives.engine import Engine
 from tpu_dist.collectives.envelope import Signature
 from tpu_dist.collectives.operations import Exchange, fill
@@ -33,14 +33,11 @@ from tpu_dist.topology.errors import (
 
 EAGER_BYTES = 64 << 10
 
-_BYTES = WIRE_TYPES[torch.uint8]
-
-
 @dataclass(slots=True)
 class _Send:
     identity: int
     task: Task
-    payload: torch.Tensor  # bytes
+    payload: torch.Tensor  # flat
     receiver: int
 
 
@@ -95,8 +92,7 @@ class PointToPoint:
 
     def send(self, task: Task, tensor: torch.Tensor, receiver: int, tag: int) -> None:
         """Offer `tensor` to the global rank `receiver`; the task ends when it has been taken."""
-        flattened = flat(tensor)
-        payload = raw(flattened)
+        payload = flat(tensor)
         send = _Send(next(self._identities), task, payload, receiver)
         meta = {
             "id": send.identity,
@@ -106,7 +102,7 @@ class PointToPoint:
             "count": tensor.numel(),
             "eager": payload.nbytes <= EAGER_BYTES,
         }
-        body = payload.numpy().tobytes() if meta["eager"] else b""
+        body = raw(payload).numpy().tobytes() if meta["eager"] else b""
         with self._lock:
             self._sends[send.identity] = send
         self._engine.watch(task)
@@ -209,18 +205,16 @@ class PointToPoint:
     def _queue_receive(self, receive: _Receive) -> None:
         offer = receive.offer
         assert offer is not None
-        size = receive.tensor.numel() * receive.tensor.element_size()
-        self._queue(receive.task, offer.identity, size, (offer.source, self._rank), receive.tensor)
+        self._queue(receive.task, offer.identity, (offer.source, self._rank), receive.tensor)
 
     def _queue(
         self,
         task: Task,
         identity: int,
-        size: int,
         ends: tuple[int, int],
         tensor: torch.Tensor,
     ) -> None:
-        """Put a transfer of `size` bytes from ends[0] to ends[1] on the two ranks' lane.
+        """Put a transfer from ends[0] to ends[1] on the two ranks' lane.
 
         In a lane's ranks the higher one stands first: groups have their members in ascending
         order, so no group shares this lane.
@@ -239,10 +233,10 @@ class PointToPoint:
                 group=f"messages of rank {sender} to rank {receiver}",
                 sequence=identity,
                 verb="transfer",
-                wire=_BYTES,
+                wire=wire_type(tensor.dtype),
                 root=root,
-                sends=tuple(0 if piece is None else size for piece in sends),
-                receives=tuple(0 if piece is None else size for piece in receives),
+                sends=tuple(0 if piece is None else piece.numel() for piece in sends),
+                receives=tuple(0 if piece is None else piece.numel() for piece in receives),
             ),
             sends=sends,
             receives=receives,
@@ -296,8 +290,7 @@ class PointToPoint:
         return None
 
     def _queue_send(self, send: _Send) -> None:
-        size = send.payload.numel()
-        self._queue(send.task, send.identity, size, (self._rank, send.receiver), send.payload)
+        self._queue(send.task, send.identity, (self._rank, send.receiver), send.payload)
 
     def _on_taken(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
         with self._lock:

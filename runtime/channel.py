@@ -270,8 +270,15 @@ class Channel:
             self._selector.unregister(connection.socket)
             self._readers.pop(connection.socket, None)
             connection.socket.close()
-            if connection.rank is not None:
+            if connection.rank is not None and not self._hears(connection.rank):
                 self._mark_lost(connection.rank)
+
+    def _hears(self, rank: int) -> bool:
+        """Whether a connection that `rank` opened is still open: its last words may be in there."""
+        return any(
+            other.rank == rank and other is not self._outgoing.get(rank)
+            for other in self._readers.values()
+        )
 
     def _dispatch(self, connection: _Connection) -> None:
         for kind, meta, body in _take_frames(connection.received):

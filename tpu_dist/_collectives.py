@@ -22,6 +22,7 @@ from tpu_dist._validation import (
     split_sizes,
 )
 from tpu_dist._work import Work
+from tpu_dist.collectives.border import flat
 from tpu_dist.collectives.dtypes import wire_type
 from tpu_dist.collectives.envelope import Signature
 from tpu_dist.collectives.operations import Barrier, Exchange, Operation, Whole
@@ -183,7 +184,7 @@ class CollectiveVerbs(GroupBase):
         check_same_dtype(verb, output, source)
         sends = split_sizes(verb, source, input_splits, self.size(), "input")
         receives = split_sizes(verb, output, output_splits, self.size(), "output")
-        flat_source = source.detach().contiguous().view(-1)
+        flat_source = flat(source)
         targets, close = _pieces(output, receives)
         operation = self._exchange(verb, list(flat_source.split(sends)), targets)
         return self._submit(verb, _in_turn([operation], [close]), opts, [source], [output])
@@ -265,7 +266,7 @@ class CollectiveVerbs(GroupBase):
             output = check_tensor(verb, output, "output")
             total = output.numel() * self.size()
             check_count(verb, source, "input", total, f"{self.size()} times the output's")
-            pieces = list(source.detach().contiguous().view(-1).split([output.numel()] * self.size()))
+            pieces = list(flat(source).split([output.numel()] * self.size()))
             operations.append(self._reduce_scatter(output, pieces, opts))
         return self._submit(verb, operations, opts, list(inputs), list(outputs))
 
@@ -374,7 +375,7 @@ def _reduction(opts: Any, tensor: Tensor) -> tuple[Reducer, float]:
 def _pieces(output: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Callable[[], None]]:
     """Views of the output's elements for each rank, and what brings them in if it is strided."""
     if output.is_contiguous() and not output.is_conj() and not output.is_neg():
-        return list(output.data.view(-1).split(list(sizes))), _nothing
+        return list(flat(output.data).split(list(sizes))), _nothing
     buffer = torch.empty(output.numel(), dtype=output.dtype)
 
     def close() -> None:
