@@ -1,8 +1,8 @@
 """Cutting payloads into pieces of few sizes, so that few programs serve every shape.
 
 A program is compiled for one size. Training loops with ever-changing sizes (MoE splits, pickled
-objects) would compile for ever; so payloads are cut into full chunks and a rest, and the rest is rounded
-up on a ladder with four rungs an octave.
+objects) would compile for ever; so payloads are cut into full chunks and a rest, and the rest is
+rounded up on a ladder with four rungs an octave.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The envelope: what each rank says of its call before any payload moves.
 
-Every collective begins with an all-gather of envelopes of one fixed size. So ranks that call different
-things find out, on every rank and by name, instead of hanging, crashing (gloo inside XLA ends the
-process when two sizes differ) or summing apples and pears; small payloads travel inside it, and are done.
+Every collective begins with an all-gather of envelopes of one fixed size. So ranks that call
+different things find out, on every rank and by name, instead of hanging, crashing (gloo inside XLA
+ends the process when two sizes differ) or summing apples and pears; small payloads travel inside
+it, and are done.
 """
 
 from __future__ import annotations

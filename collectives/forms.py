@@ -3,9 +3,10 @@
 A form runs on every member of a group at once (inside shard_map, over the axis ``ranks``), on flat
 arrays of one size. Two families:
 
-* relative: built from collective-permutes between ranks that are k apart. Operand and output k belong to
-  the rank k places further on and k places back. Nothing is sliced or concatenated inside the program, so
-  pieces enter as views of the caller's tensors; fastest where the links are TCP connections.
+* relative: built from collective-permutes between ranks that are k apart. Operand and output k
+  belong to the rank k places further on and k places back. Nothing is sliced or concatenated
+  inside the program, so pieces enter as views of the caller's tensors; fastest where the links
+  are TCP connections.
 * absolute: XLA's own collective for the verb; operand and output k belong to rank k. What TPUs
   have hardware for.
 """
@@ -161,7 +162,7 @@ def _gather_and_reduce(context: FormContext, operands: Sequence[Array]) -> Seque
 
 
 def _bruck(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
-    """All-gather of small arrays in ceil(log2 n) steps; row k of the output is k places further on."""
+    """Small arrays of all ranks in ceil(log2 n) steps; output row k is from k places further on."""
     import jax.numpy as jnp
 
     size = context.num_ranks

@@ -1,8 +1,8 @@
 """A lane: the one queue on which a set of ranks, in one order, runs its collectives.
 
-XLA's transport knows a communicator by its devices alone, so groups with the same members share a lane: what
-they run must come in the same order on all ranks, as on a TPU's own queue. Different sets do not wait
-for each other.
+XLA's transport knows a communicator by its devices alone, so groups with the same members share a
+lane: what they run must come in the same order on all ranks, as on a TPU's own queue. Different
+sets do not wait for each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,8 @@ _logger = logging.getLogger(__name__)
 
 _BYTES = WIRE_TYPES[torch.uint8]
 
-# The first large message on a fresh loopback connection stalls for 44 ms a window: the receiver's window
-# starts at 64 KiB, one segment of loopback's MTU, and the sender waits for the delayed
+# The first large message on a fresh loopback connection stalls for 44 ms a window: the receiver's
+# window starts at 64 KiB, one segment of loopback's MTU, and the sender waits for the delayed
 # acknowledgement (40 ms) each time. It grows with traffic and stays grown.
 _WARM_UP_BYTES = 1 << 20
 _WARM_UP_ROUNDS = 4
@@ -189,14 +189,14 @@ class Lane:
                     self._execute(operation)
             except MismatchError as mismatch:  # every rank has the same, and nothing moved
                 error = mismatch
-            except CollectiveError as failure:
-                self.fail(failure)
-                error = failure
-            except Exception as unexpected:
-                failure = self.failure or self.hooks.explain(self, job.task, unexpected)
-                self.fail(failure)
-                error = failure
-                error.__cause__ = unexpected
+            except CollectiveError as known:
+                self.fail(known)
+                error = known
+            except Exception as unexpected:  # whatever it is, nobody may be left waiting
+                explained = self.failure or self.hooks.explain(self, job.task, unexpected)
+                explained.__cause__ = unexpected
+                self.fail(explained)
+                error = explained
             job.task.settle(error)
             del job
 
@@ -252,7 +252,7 @@ class Lane:
     def _gather(self, own: bytearray) -> memoryview:
         program = self.programs.get(FORMS["bruck"], size=len(own), wire=_BYTES)
         (rows,) = program([to_array(torch.frombuffer(own, dtype=torch.uint8), self.device)])
-        return memoryview(to_tensor(rows).numpy())
+        return memoryview(to_tensor(rows).numpy())  # type: ignore[arg-type]
 
 
 def wait_until(

@@ -1,14 +1,14 @@
 """The operations a lane runs: each says what it sends, and takes in what the others sent.
 
-Two kinds serve all verbs. A Whole takes one tensor of the same shape on every rank (all_reduce, reduce,
-broadcast). An Exchange sends a piece to each rank and takes a piece from each (the rest).
+Two kinds serve all verbs. A Whole takes one tensor of the same shape on every rank (all_reduce,
+reduce, broadcast). An Exchange sends a piece to each rank and takes a piece from each (the rest).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,10 +27,22 @@ class Members(Protocol):
     """What an operation needs to know of the lane that runs it."""
 
     programs: Programs
-    platform: str
-    device: object
-    num_ranks: int
-    index: int  # of this process among the ranks
+
+    @property
+    def platform(self) -> str:
+        """Platform that programs run on."""
+
+    @property
+    def device(self) -> Any:
+        """This process's device."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks in the lane."""
+
+    @property
+    def index(self) -> int:
+        """Place of this process among the ranks."""
 
 
 class Operation(Protocol):
@@ -55,8 +67,12 @@ class _Destination:
         # .data: no autograd, and no new version; as other backends do.
         self._tensor = tensor.data
         direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        self._buffer = self._tensor if direct else torch.empty_like(
-            self._tensor.resolve_conj(), memory_format=torch.contiguous_format
+        self._buffer = (
+            self._tensor
+            if direct
+            else torch.empty_like(
+                self._tensor.resolve_conj(), memory_format=torch.contiguous_format
+            )
         )
         self.flat = self._buffer.view(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
 
@@ -168,7 +184,8 @@ class Exchange:
     """The verbs that move pieces between pairs of ranks.
 
     Attributes:
-        sends: the tensor for each group rank, None where there is none; the same tensor for all in a
+        sends: the tensor for each group rank, None where there is none; the same tensor for all in
+        a
             gather.
         receives: the tensor to fill from each group rank, None where there is none.
         result: of a reduce_scatter: what the arriving pieces are combined into.

@@ -36,9 +36,7 @@ class Rule:
     power_of_two: bool = False
     native: bool = False
 
-    def fits(
-        self, num_bytes: int, num_ranks: int, wire: WireType, reducer: Reducer | None
-    ) -> bool:
+    def fits(self, num_bytes: int, num_ranks: int, wire: WireType, reducer: Reducer | None) -> bool:
         """Whether this rule may be taken; the same on every rank."""
         if self.max_bytes is not None and num_bytes > self.max_bytes:
             return False

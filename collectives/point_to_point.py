@@ -1,9 +1,9 @@
 """Sends and receives: matched over the channel, small ones carried by it, large ones by a program.
 
-A sender offers a message to its receiver, which matches it with a posted receive, by group, source and tag,
-in order of arrival. A message of up to EAGER_BYTES travels inside its offer. A larger one is moved by a
-program of the two devices; the lower rank of the two decides the order of such programs, so both
-queue the same one first, and no ring of sends can wait for itself.
+A sender offers a message to its receiver, which matches it with a posted receive, by group, source
+and tag, in order of arrival. A message of up to EAGER_BYTES travels inside its offer. A larger one
+is moved by a program of the two devices; the lower rank of the two decides the order of such
+programs, so both queue the same one first, and no ring of sends can wait for itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tpu_dist.topology.errors import (
 )
 
 EAGER_BYTES = 64 << 10
+
 
 @dataclass(slots=True)
 class _Send:
@@ -309,9 +310,7 @@ class PointToPoint:
 
     def _on_withdrawn(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
         with self._lock:
-            self._offers = [
-                o for o in self._offers if (o.source, o.identity) != (rank, meta["id"])
-            ]
+            self._offers = [o for o in self._offers if (o.source, o.identity) != (rank, meta["id"])]
             receive = self._matched.pop((rank, meta["id"]), None)
         if receive is not None:
             text = f"{receive.task.call} failed: rank {rank} has withdrawn its message"

@@ -1,4 +1,4 @@
-"""Compiled programs of one set of devices: lowered and compiled once for each key, then looked up."""
+"""Compiled programs of one set of devices: compiled once for each key, then looked up."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Key:
 class Programs:
     """The programs that run on `devices` together, one array of `size` elements a rank and operand.
 
-    A program takes this process's shards and returns its shards; it blocks while the others have not
-    started it. Thread-safe.
+    A program takes this process's shards and returns its shards; it blocks while the others have
+    not started it. Thread-safe.
     """
 
     def __init__(self, devices: Sequence[Any], own: Any) -> None:
@@ -57,7 +57,9 @@ class Programs:
                     self._cache[key] = program
         return program
 
-    def local_reduction(self, num_rows: int, size: int, wire: WireType, reducer: Reducer) -> Program:
+    def local_reduction(
+        self, num_rows: int, size: int, wire: WireType, reducer: Reducer
+    ) -> Program:
         """A program of this process alone: combines the rows of a flat (num_rows * size,) array."""
         key = _Key(f"local_{num_rows}", size, wire.name, reducer.name, None)
         program = self._cache.get(key)

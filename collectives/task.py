@@ -49,7 +49,7 @@ class Owner(Protocol):
 
 
 class Task:
-    """Settled exactly once, by whoever comes first: the one who runs it, the watchdog, or an abort."""
+    """Settled exactly once, by whoever comes first: who runs it, the watchdog, or an abort."""
 
     def __init__(self, call: Call, timeout: timedelta, owner: Owner, settled: Settled) -> None:
         """Start the clock.

@@ -1,4 +1,4 @@
-"""The PJRT client of this process: one client, one device, connected to those of the other ranks."""
+"""The PJRT client of this process: one client, one device, joined to the other ranks'."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def choose_platform(config: RuntimeConfig, root: Path = Path("/")) -> str:
     return "tpu" if find_chips(root) is not None else "cpu"
 
 
-def prepare_tpu(config: RuntimeConfig, environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+def prepare_tpu(
+    config: RuntimeConfig, environ: Mapping[str, str], root: Path = Path("/")
+) -> dict[str, str]:
     """Return the variables to set before libtpu loads.
 
     Raises:

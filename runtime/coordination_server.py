@@ -1,9 +1,9 @@
 """The process that hosts JAX's coordination service, apart from every rank.
 
 The service outlives any rank: a rank that loses its connection to it is ended from C++
-(jaxlib 0.10.2 aborts the process, with or without a callback), so hosting it inside rank 0 would make the
-death of rank 0 everybody's death. Each rank holds one plain TCP connection, its lifeline; the
-process ends itself when the last of them is closed.
+(jaxlib 0.10.2 aborts the process, with or without a callback), so hosting it inside rank 0 would
+make the death of rank 0 everybody's death. Each rank holds one plain TCP connection, its lifeline;
+the process ends itself when the last of them is closed.
 
 Run as a script, by path, so that it starts without importing torch: see coordinator.py.
 """
@@ -19,8 +19,8 @@ import time
 JOIN_SECONDS = 300.0  # nobody came: the rank that started us died
 LINGER_SECONDS = 1.0  # between the last lifeline's end and our own
 
-# Heartbeats are turned off by their length: a rank that is stopped or computing must not be declared
-# dead behind the back of the collectives' own timeouts.
+# Heartbeats are turned off by their length: a rank that is stopped or computing must not be
+# declared dead behind the back of the collectives' own timeouts.
 HEARTBEAT_SECONDS = 10_000_000
 
 

@@ -1,9 +1,9 @@
 """The environment variables the process group knows, read here and nowhere else.
 
 =====================  ==========================================================================
-``TPU_DIST_PLATFORM``  ``tpu`` or ``cpu``: which JAX platform to run on; default: tpu where chips are
+``TPU_DIST_PLATFORM``  ``tpu`` or ``cpu``: the JAX platform to run on; default: tpu where chips are
 ``TPU_DIST_HOST``      the address at which other processes reach this one; default: from the store
-``TPU_DIST_PREFER``    ``1``: take the names that torch_tpu registers too (read in tpu_dist._autoload)
+``TPU_DIST_PREFER``    ``1``: take the names that torch_tpu has too (read in tpu_dist._autoload)
 ``LOCAL_RANK``         index of this process on its host (torchrun, tpu-launch)
 ``LOCAL_WORLD_SIZE``   number of processes on this host (torchrun, tpu-launch)
 ``MASTER_ADDR``        host of the c10d store (torchrun, tpu-launch)

@@ -137,9 +137,7 @@ def _start(
     session, _, address = _get(store, "job", deadline, "rank 0 to start the job").partition("|")
     connection = None
     if address:
-        connection = CoordinatorConnection(
-            CoordinatorAddress.parse(address), rank, _left(deadline)
-        )
+        connection = CoordinatorConnection(CoordinatorAddress.parse(address), rank, _left(deadline))
     devices = ready_made or create_client(platform, rank, world_size, connection, _left(deadline))
     channel = Channel(rank=rank, host=host, token=session)
     _join_channels(channel, store)
@@ -179,7 +177,7 @@ def _close_at_exit(runtime: Runtime) -> None:
 
 
 def _devices_of_users_jax(platform: str, rank: int, world_size: int) -> tuple[Any, ...] | None:
-    """The devices of a JAX that was initialised before us, if it is of use; None if there is none."""
+    """The devices of a JAX that was initialised before us, if of use; None if there is none."""
     if not is_jax_initialised():
         return None
     import jax
@@ -199,9 +197,9 @@ def _devices_of_users_jax(platform: str, rank: int, world_size: int) -> tuple[An
 def _refuse_forked_child() -> None:
     if _current is not None and _current.process_id != os.getpid():
         raise BringUpError(
-            f"this process was forked from process {_current.process_id} after that one had started "
-            f"its PJRT client; a client cannot be used or started again in a forked child. Use the "
-            f"start method 'spawn' (mp.spawn, tpu-launch, torchrun), or fork before "
+            f"this process was forked from process {_current.process_id} after that one had "
+            f"started its PJRT client; a client cannot be used or started again in a forked "
+            f"child. Use the start method 'spawn' (mp.spawn, tpu-launch, torchrun), or fork before "
             f"init_process_group."
         )
 

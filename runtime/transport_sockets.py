@@ -3,7 +3,8 @@
 XLA has no call that ends a running collective. On the CPU platform it waits in gloo, on plain TCP
 connections of this process: shutting those down makes the program return an error within
 milliseconds, here and on every peer, and the threads end as threads should. Without it a
-process that gave up on a peer could neither go on nor exit (jaxlib 0.10.2 aborts it on the way out).
+process that gave up on a peer could neither go on nor exit (jaxlib 0.10.2 aborts it on the way
+out).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tree of errors that the project raises; every one says what was asked, found, and what to do."""
+"""The tree of errors that the project raises: what was asked, what was found, what to do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """tpu_dist: PyTorch's distributed training on TPU pods, over XLA collectives.
 
-`import torch` makes the backend known by itself. Importing this package does too, for those who turn
-torch's autoload off; it has no other effect.
+`import torch` makes the backend known by itself. Importing this package does too, for those who
+turn torch's autoload off; it has no other effect.
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 
 from tpu_dist import _autoload
 
-# Where torch is yet to be imported, it registers us at the end of that: `tpu-launch --help` need not wait for it.
+# Where torch is yet to be imported, it registers us at the end of that: `tpu-launch --help` need
+# not wait for it.
 if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
     _autoload.register()

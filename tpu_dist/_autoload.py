@@ -1,8 +1,8 @@
 """What `import torch` runs: it makes the backend's name known, and cannot raise.
 
-torch loads every entry point of the group ``torch.backends`` at the end of its own import, and one that
-raises breaks `import torch` for the whole environment: hence the broad except, and no import of
-jax or of the process group here.
+torch loads every entry point of the group ``torch.backends`` at the end of its own import, and one
+that raises breaks `import torch` for the whole environment: hence the broad except, and no import
+of jax or of the process group here.
 """
 
 from __future__ import annotations

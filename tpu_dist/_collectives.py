@@ -67,9 +67,7 @@ class CollectiveVerbs(GroupBase):
         steps = sparse_sum(tensor, self.size(), gather)
         return self._submit(verb, steps, opts, [tensor], [tensor])
 
-    def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
-    ) -> Work:
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
         """Reduce over all ranks; the root gets the result, other tensors are left alone."""
         verb = "reduce"
         self._refuse_if_ended(verb)
@@ -200,7 +198,10 @@ class CollectiveVerbs(GroupBase):
         targets: list[Tensor | None] = [None] * self.size()
         if self._index == root:
             listed = check_tensors(
-                verb, only(verb, outputs, "outputs") if outputs else [], "outputs", count=self.size()
+                verb,
+                only(verb, outputs, "outputs") if outputs else [],
+                "outputs",
+                count=self.size(),
             )
             check_same_dtype(verb, listed[0], source)
             own = listed[root]
@@ -231,9 +232,7 @@ class CollectiveVerbs(GroupBase):
             raise ValueError(f"{verb}: only the root, group rank {root}, may pass inputs")
         receives = [output if rank == root else None for rank in range(self.size())]
         operation = self._exchange(verb, sends, receives, root=root)
-        return self._submit(
-            verb, [operation], opts, [t for t in sends if t is not None], [output]
-        )
+        return self._submit(verb, [operation], opts, [t for t in sends if t is not None], [output])
 
     # --- reduce and scatter
 
@@ -277,9 +276,7 @@ class CollectiveVerbs(GroupBase):
         check_count(verb, output, "output", own.numel(), "as in this rank's own input")
         reducer, factor = _reduction(opts, output)
         receives: list[Tensor | None] = [output] * self.size()
-        return self._exchange(
-            verb, pieces, receives, reducer=reducer, factor=factor, result=output
-        )
+        return self._exchange(verb, pieces, receives, reducer=reducer, factor=factor, result=output)
 
     # --- nothing but meeting
 
@@ -364,7 +361,7 @@ def _with(opts: Any, timeout: Any) -> Any:
 
 def _reduction(opts: Any, tensor: Tensor) -> tuple[Reducer, float]:
     """The operation, and the factor of a PREMUL_SUM; from opts, from an operation, or SUM."""
-    operation = getattr(opts, "reduceOp", opts)
+    operation: Any = getattr(opts, "reduceOp", opts)
     if not isinstance(operation, (ReduceOp, ReduceOp.RedOpType)):
         operation = ReduceOp.SUM
     name = operation.op.name if isinstance(operation, ReduceOp) else operation.name

@@ -58,7 +58,7 @@ class GroupBase(dist.ProcessGroup):
             description: for people.
         """
         ranks = tuple(ranks)
-        super().__init__(ranks.index(job.rank), len(ranks))
+        super().__init__(ranks.index(job.rank), len(ranks))  # type: ignore[call-arg]
         self._job = job
         self._store = store
         self._ranks = ranks
@@ -74,7 +74,7 @@ class GroupBase(dist.ProcessGroup):
     # --- names: Python calls the first spelling, C++ the second
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """The name, unique among the groups of the job."""
         return self._name
 
@@ -82,7 +82,7 @@ class GroupBase(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_desc(self) -> str:  # type: ignore[override]
+    def group_desc(self) -> str:
         """The description."""
         return self._description
 
@@ -200,7 +200,7 @@ class GroupBase(dist.ProcessGroup):
         recorder = self._job.recorder
         record = recorder.begin(call)
         event = None
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             event = torch.autograd._record_function_with_args_enter(  # type: ignore[attr-defined]
                 f"tpu_dist:{call.verb}", *inputs
             )

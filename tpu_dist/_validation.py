@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def check_tensors(
     return checked
 
 
-def only(verb: str, tensors: object, role: str) -> object:
+def only(verb: str, tensors: Any, role: str) -> Any:
     """The one element of a list of one, as c10d passes most tensors; or the thing itself."""
     if isinstance(tensors, (list, tuple)):
         if len(tensors) != 1:
