@@ -364,7 +364,7 @@ def _reduction(opts: Any, tensor: Tensor) -> tuple[Reducer, float]:
     operation: Any = getattr(opts, "reduceOp", opts)
     if not isinstance(operation, (ReduceOp, ReduceOp.RedOpType)):
         operation = ReduceOp.SUM
-    name = operation.op.name if isinstance(operation, ReduceOp) else operation.name
+    name = getattr(operation, "op", operation).name
     factor = float(operation.factor) if name == "PREMUL_SUM" else 1.0
     return reducer_for(name, wire_type(tensor.dtype)), factor
 
