@@ -124,11 +124,13 @@ def _tree(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
 
 def _swap_and_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
     """reduce_scatter: an all_to_all whose arrivals are combined."""
+    import jax.numpy as jnp
+
     size, reducer = context.num_ranks, context.reducer
     assert reducer is not None
     arrived = [_shift(operands[distance], distance, size) for distance in range(1, size)]
-    total = combine(reducer, context.wire, [operands[0], *arrived])
-    return [finish(reducer, context.wire, total, size)]
+    total = combine(reducer, context.wire, [operands[0], *arrived], jnp)
+    return [finish(reducer, context.wire, total, size, jnp)]
 
 
 def _doubling(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
@@ -136,6 +138,8 @@ def _doubling(context: FormContext, operands: Sequence[Array]) -> Sequence[Array
 
     Every operation is commutative to the bit, so all ranks hold the same result.
     """
+    import jax.numpy as jnp
+
     size, reducer, wire = context.num_ranks, context.reducer, context.wire
     assert reducer is not None
     assert size & (size - 1) == 0
@@ -143,22 +147,23 @@ def _doubling(context: FormContext, operands: Sequence[Array]) -> Sequence[Array
     distance = 1
     while distance < size:
         arrived = _permute(total, [(rank, rank ^ distance) for rank in range(size)])
-        total = combine(reducer, wire, [total, arrived])
+        total = combine(reducer, wire, [total, arrived], jnp)
         distance *= 2
         if distance < size:
             total = total.astype(wire.name)  # travels in its own dtype
-    return [finish(reducer, wire, total, size)]
+    return [finish(reducer, wire, total, size, jnp)]
 
 
 def _gather_and_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
     """all_reduce for any operation and any number of ranks, combined in rank order everywhere."""
+    import jax.numpy as jnp
     from jax import lax
 
     size, reducer = context.num_ranks, context.reducer
     assert reducer is not None
     rows = lax.all_gather(operands[0], AXIS)
-    total = combine(reducer, context.wire, [rows[rank] for rank in range(size)])
-    return [finish(reducer, context.wire, total, size)]
+    total = combine(reducer, context.wire, [rows[rank] for rank in range(size)], jnp)
+    return [finish(reducer, context.wire, total, size, jnp)]
 
 
 def _bruck(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
@@ -179,12 +184,13 @@ def _bruck(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
 
 
 def _native_all_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    import jax.numpy as jnp
     from jax import lax
 
     reducer = context.reducer
     assert reducer is not None and reducer.native is not None
     total = getattr(lax, reducer.native)(operands[0], AXIS)
-    return [finish(reducer, context.wire, total, context.num_ranks)]
+    return [finish(reducer, context.wire, total, context.num_ranks, jnp)]
 
 
 def _native_all_gather(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
@@ -201,7 +207,7 @@ def _native_reduce_scatter(context: FormContext, operands: Sequence[Array]) -> S
     reducer = context.reducer
     assert reducer is not None
     total = lax.psum_scatter(jnp.concatenate(list(operands)), AXIS, tiled=True)
-    return [finish(reducer, context.wire, total, context.num_ranks)]
+    return [finish(reducer, context.wire, total, context.num_ranks, jnp)]
 
 
 def _native_all_to_all(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tpu_dist.collectives.dtypes import WireType
 from tpu_dist.collectives.forms import AXIS, Form, FormContext
-from tpu_dist.collectives.reducers import Reducer, combine, finish
+from tpu_dist.collectives.reducers import Reducer
 
 Array = Any
 Program = Callable[[Sequence[Array]], Sequence[Array]]
@@ -57,18 +57,6 @@ class Programs:
                     self._cache[key] = program
         return program
 
-    def local_reduction(
-        self, num_rows: int, size: int, wire: WireType, reducer: Reducer
-    ) -> Program:
-        """A program of this process alone: combines the rows of a flat (num_rows * size,) array."""
-        key = _Key(f"local_{num_rows}", size, wire.name, reducer.name, None)
-        program = self._cache.get(key)
-        if program is None:
-            with self._compiling:
-                program = self._compile_local(num_rows, size, wire, reducer)
-                self._cache[key] = program
-        return program
-
     def _compile(
         self,
         form: Form,
@@ -97,22 +85,6 @@ class Programs:
             mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             operands = [operand] * form.num_operands(num_ranks)
             compiled = jax.jit(mapped).lower(*operands).compile()
-        return _runner(compiled)
-
-    def _compile_local(self, num_rows: int, size: int, wire: WireType, reducer: Reducer) -> Program:
-        import jax
-        from jax.sharding import SingleDeviceSharding
-
-        def run(rows: Array) -> tuple[Array]:
-            rows = _as(rows, wire.name).reshape(num_rows, size)
-            total = combine(reducer, wire, [rows[row] for row in range(num_rows)])
-            return (_as(finish(reducer, wire, total, num_rows), _carrier(wire)),)
-
-        with jax.enable_x64(True):
-            operand = jax.ShapeDtypeStruct(
-                (num_rows * size,), _carrier(wire), sharding=SingleDeviceSharding(self._own)
-            )
-            compiled = jax.jit(run).lower(operand).compile()
         return _runner(compiled)
 
 

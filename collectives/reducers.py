@@ -1,4 +1,8 @@
-"""The reduce operations, as JAX functions and what they are defined for."""
+"""The reduce operations: what they are defined for, and how they are computed.
+
+Written against what numpy and jax.numpy have in common, so that one text serves programs and the
+few elements that arrive inside envelopes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class Reducer:
 
     Attributes:
         code: number that stands for it in an envelope.
-        combine: name of the function of two arrays, in jax.numpy.
+        combine: name of the function of two arrays, in numpy and jax.numpy.
         combine_bool: the same for truth values (arithmetic on them saturates).
         kinds: the kinds of dtype that it is defined for.
         native: name of the collective in jax.lax that does it in one, if there is one.
@@ -74,34 +78,31 @@ def reducer_for(name: str, wire: WireType) -> Reducer:
     return reducer
 
 
-def combine(reducer: Reducer, wire: WireType, arrays: Sequence[Array]) -> Array:
-    """Combine `arrays` in their order; traced inside a program.
+def combine(reducer: Reducer, wire: WireType, arrays: Sequence[Array], numpy: Any) -> Array:
+    """Combine `arrays` in their order.
 
     Args:
         reducer: the operation.
         wire: the dtype that the arrays have.
         arrays: arrays of one shape, of dtype `wire.name` or of what it accumulates in.
+        numpy: the module that the arrays belong to, numpy or jax.numpy.
 
     Returns:
         An array of the same shape, in the dtype that `wire` accumulates in.
     """
-    import jax.numpy as jnp
-
     name = reducer.combine_bool if wire.kind is Kind.BOOL else reducer.combine
-    function: Combine = getattr(jnp, name)
+    function: Combine = getattr(numpy, name)
     total = arrays[0].astype(wire.accumulate or wire.name)
     for array in arrays[1:]:
         total = function(total, array.astype(total.dtype))
     return total
 
 
-def finish(reducer: Reducer, wire: WireType, total: Array, size: int) -> Array:
+def finish(reducer: Reducer, wire: WireType, total: Array, size: int, numpy: Any) -> Array:
     """Turn the combination of `size` ranks' arrays into the result, of dtype `wire.name`."""
-    import jax.numpy as jnp
-
     if reducer.name == "AVG" and size > 1:
         if wire.kind is Kind.INTEGER:
-            total = jnp.sign(total) * (jnp.abs(total) // size)  # toward zero, as NCCL does
+            total = numpy.sign(total) * (numpy.abs(total) // size)  # toward zero, as NCCL does
         else:
             total = total / size
     return total.astype(wire.name)
