@@ -156,7 +156,8 @@ class Lane:
     def expire(self, task: Task) -> None:
         """See Owner: find out who is missing, and fail the lane with that."""
         seconds = f"{task.timeout.total_seconds():g} s"
-        text = f"{task.call} was not finished within {seconds}: {self.hooks.absent(task)}"
+        absent = self.hooks.absent(task)
+        text = f"{task.call} was not finished within its timeout of {seconds}: {absent}"
         self.give_up(task, CollectiveTimeoutError(text))
 
     def give_up(self, task: Task, error: CollectiveError) -> None:

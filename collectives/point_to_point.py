@@ -158,7 +158,7 @@ class PointToPoint:
             why = "nobody has sent a message that matches. " + (
                 f"Others wait: {'; '.join(waiting)}." if waiting else "No other message waits."
             )
-        text = f"{task.call} was not finished within {seconds}: {why}"
+        text = f"{task.call} was not finished within its timeout of {seconds}: {why}"
         self.give_up(task, CollectiveTimeoutError(text))
 
     def give_up(self, task: Task, error: CollectiveError) -> None:
