@@ -40,7 +40,7 @@ def find_absent(
         Global rank to words, for the ranks that are missing.
     """
     asked: dict[int, Future[Meta]] = {
-        rank: channel.ask(rank, "where", {"group": call.group})
+        rank: channel.ask(rank, "where", {"group": call.uid})
         for rank in call.ranks
         if rank != own_rank
     }

@@ -68,7 +68,7 @@ class Engine:
         """Run `operations` on `lane`, under the task's deadline."""
         self.watch(task)
         call = task.call
-        self.progress[call.group] = Progress(sequence=call.sequence, call=str(call))
+        self.progress[call.uid] = Progress(sequence=call.sequence, call=str(call))
         lane.submit(task, operations)
 
     def watch(self, task: Task) -> None:

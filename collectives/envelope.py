@@ -8,6 +8,7 @@ it, and are done.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ class Signature:
     """What must agree between the ranks of one collective.
 
     Attributes:
-        group: name of the process group.
+        group: name of the process group, for people.
+        uid: tells the group from all others.
         sequence: number of this collective in its group, from 1.
         verb: one of VERBS.
         wire: dtype of the payload; None for a barrier.
@@ -52,6 +54,7 @@ class Signature:
     """
 
     group: str
+    uid: str
     sequence: int
     verb: str
     wire: dtypes.WireType | None = None
@@ -121,7 +124,7 @@ def pack(signature: Signature, num_ranks: int, payload: bytes | None) -> bytearr
         0,
         signature.sequence,
         0 if payload is None else 1,
-        group_digest(signature.group),
+        group_digest(signature.uid),
         VERBS.index(signature.verb),
         wire.code if wire else 0,
         reducer.code if reducer else 0,
@@ -168,9 +171,10 @@ def unpack(buffer: memoryview, num_ranks: int) -> Envelope:
     )
 
 
-def group_digest(name: str) -> bytes:
-    """Eight bytes that stand for a group's name."""
-    return hashlib.sha256(name.encode()).digest()[:8]
+@functools.cache
+def group_digest(uid: str) -> bytes:
+    """Eight bytes that stand for a group."""
+    return hashlib.sha256(uid.encode()).digest()[:8]
 
 
 def check_agreement(
@@ -222,7 +226,7 @@ def _describe_disagreement(
     calls: dict[tuple[object, ...], list[int]],
 ) -> str:
     by_rank = dict(zip(ranks, envelopes, strict=True))
-    own_group = group_digest(signature.group)
+    own_group = group_digest(signature.uid)
     lines = []
     for callers in calls.values():
         envelope = by_rank[callers[0]]

@@ -147,10 +147,10 @@ class Lane:
                 return
             self.failure = error
             sockets = self._sockets
+        self.runtime.healthy = False
         if announce:
             self.hooks.announce(self, error)
         if sockets:
-            self.runtime.healthy = False
             cut(sockets - self.runtime.channel.sockets())
 
     def expire(self, task: Task) -> None:

@@ -97,7 +97,7 @@ class PointToPoint:
         send = _Send(next(self._identities), task, payload, receiver)
         meta = {
             "id": send.identity,
-            "group": task.call.group,
+            "group": task.call.uid,
             "tag": tag,
             "dtype": wire_type(tensor.dtype).code,
             "count": tensor.numel(),
@@ -121,7 +121,7 @@ class PointToPoint:
         found: Callable[[int], None],
     ) -> None:
         """Post a receive into `tensor` from global rank `source`, or from anybody if None."""
-        receive = _Receive(task, tensor, task.call.group, source, tag, found)
+        receive = _Receive(task, tensor, task.call.uid, source, tag, found)
         self._engine.watch(task)
         with self._lock:
             offer = next((offer for offer in self._offers if _fits(receive, offer)), None)
@@ -146,7 +146,7 @@ class PointToPoint:
             waiting = [
                 f"{offer.describe()} with tag {offer.tag} from rank {offer.source}"
                 for offer in self._offers
-                if offer.group == task.call.group
+                if offer.group == task.call.uid
             ]
         seconds = f"{task.timeout.total_seconds():g} s"
         absent = find_absent(self._channel, task.call, self._rank)
@@ -232,6 +232,7 @@ class PointToPoint:
         operation = Exchange(
             signature=Signature(
                 group=f"messages of rank {sender} to rank {receiver}",
+                uid="messages",
                 sequence=identity,
                 verb="transfer",
                 wire=wire_type(tensor.dtype),

@@ -19,7 +19,8 @@ class Call:
     """What the user called, for messages and records.
 
     Attributes:
-        group: name of the process group.
+        group: name of the process group, for people.
+        uid: tells the group from all others that this process has had, also of the same name.
         sequence: number of the call in its group, from 1; 0 for point-to-point calls.
         verb: as torch.distributed spells it.
         ranks: global ranks of the group.
@@ -27,6 +28,7 @@ class Call:
     """
 
     group: str
+    uid: str
     sequence: int
     verb: str
     ranks: tuple[int, ...]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
+import time
+from datetime import timedelta
 from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
 
 from tpu_dist._job import Job
 from tpu_dist._process_group import ProcessGroup
@@ -12,6 +17,7 @@ from tpu_dist.runtime.runtime import current_runtime, start_runtime
 
 # One a process, as the runtime is; the groups that c10d makes one by one meet in it.
 _job: Job | None = None
+_epochs: set[str] = set()
 
 
 def create_process_group(options: Any, backend_options: Any = None) -> ProcessGroup:
@@ -27,7 +33,10 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
     global _job
     ranks = list(options.global_ranks_in_group)
     if not ranks:  # the default group
-        store = options.store.clone()
+        epoch = _agree_on_epoch(
+            options.store, options.group_rank, options.group_size, options.timeout
+        )
+        store = PrefixStore(epoch, options.store.clone())
         runtime = start_runtime(
             store,
             rank=options.group_rank,
@@ -39,6 +48,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
             _job = Job.start(runtime, store)
         else:
             _job.engine.store = store
+        _job.epoch = epoch
         ranks = list(range(options.group_size))
     if _job is None or _job.runtime is not current_runtime():
         raise BringUpError(
@@ -46,3 +56,30 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
             "init_process_group('tpu_dist') first (a default group of another backend will not do)."
         )
     return ProcessGroup(_job, options.store, ranks, options.timeout, str(options.group_id))
+
+
+def _agree_on_epoch(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A word that all ranks of this init_process_group share, and no earlier one had.
+
+    c10d gives every default group the same place in the store, so under torchrun the keys of the
+    last time are still there: all that is ours is put under this word.
+
+    Raises:
+        BringUpError: rank 0 did not come.
+    """
+    key = f"epoch/{world_size}"
+    if rank == 0:
+        store.set(key, secrets.token_hex(8))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        if store.check([key]):
+            epoch = bytes(store.get(key)).decode()
+            if epoch not in _epochs:
+                _epochs.add(epoch)
+                return epoch
+        if time.monotonic() > deadline:
+            raise BringUpError(
+                f"rank {rank} waited {timeout.total_seconds():.0f} s for rank 0 to call "
+                f"init_process_group, in vain. Look at its log: it failed, or was never started."
+            )
+        time.sleep(0.005)

@@ -89,6 +89,7 @@ class CollectiveVerbs(GroupBase):
     ) -> Operation:
         signature = Signature(
             group=self._name,
+            uid=self._uid,
             sequence=self._next_sequence(),
             verb=verb,
             wire=wire_type(tensor.dtype),
@@ -283,7 +284,9 @@ class CollectiveVerbs(GroupBase):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """Finished on no rank before all have called it."""
         self._refuse_if_ended("barrier")
-        signature = Signature(group=self._name, sequence=self._next_sequence(), verb="barrier")
+        signature = Signature(
+            group=self._name, uid=self._uid, sequence=self._next_sequence(), verb="barrier"
+        )
         opts = _with(opts, timeout)
         return self._submit("barrier", [Barrier(signature=signature)], opts, [], [])
 
@@ -297,7 +300,7 @@ class CollectiveVerbs(GroupBase):
         """
         self._refuse_if_ended("monitored_barrier")
         self._job.barriers.wait(
-            f"{self._name}#{self._next_sequence()}",
+            f"{self._uid}#{self._next_sequence()}",
             self._ranks,
             self._job.rank,
             timeout if timeout else self._timeout,
@@ -324,6 +327,7 @@ class CollectiveVerbs(GroupBase):
             expected = [0 if tensor is None else tensor.numel() for tensor in receives]
         signature = Signature(
             group=self._name,
+            uid=self._uid,
             sequence=self._next_sequence() if sequence is None else sequence,
             verb=verb,
             wire=wire_type(some.dtype),

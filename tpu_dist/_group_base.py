@@ -65,6 +65,7 @@ class GroupBase(dist.ProcessGroup):
         self._index = ranks.index(job.rank)
         self._timeout = timeout
         self._name = name
+        self._uid = f"{job.epoch}/{name}"
         self._description = description
         self._sequence = 0
         self._lane = job.engine.lane(ranks)
@@ -224,6 +225,7 @@ class GroupBase(dist.ProcessGroup):
         """Run operations on the group's lane, one after the other, as one call."""
         call = Call(
             group=self._name,
+            uid=self._uid,
             sequence=self._sequence,
             verb=verb,
             ranks=self._ranks,

@@ -21,6 +21,7 @@ class Job:
     messages: PointToPoint
     barriers: MonitoredBarriers
     recorder: Recorder = field(default_factory=Recorder)
+    epoch: str = ""  # of the last init_process_group; tells its groups from earlier ones' namesakes
 
     @property
     def rank(self) -> int:

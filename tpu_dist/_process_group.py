@@ -91,6 +91,7 @@ class ProcessGroup(CollectiveVerbs):
         direction = "to" if verb == "send" else "from"
         return Call(
             group=self._name,
+            uid=self._uid,
             sequence=0,
             verb=verb,
             ranks=others if peer is None else (peer,),
