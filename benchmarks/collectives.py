@@ -1,15 +1,16 @@
 """tpu_dist against gloo, verb by verb and size by size, in one run on one machine.
 
     python benchmarks/collectives.py --world-size 2 --json rows.json
-    python benchmarks/collectives.py --world-size 4 --verbs all_reduce,all_gather --max-bytes 1048576
+    python benchmarks/collectives.py --world-size 4 --verbs all_reduce,barrier --max-bytes 1048576
 
-Both backends serve the same processes, and take turns: a round times some calls of gloo's, then as many of
-tpu_dist's, so that what else the machine does meets both. The ratio is tpu_dist's median over gloo's
-within a round; printed are the median of the rounds' ratios, and their 10th and 90th percentile.
+Both backends serve the same processes, and take turns: a round times some calls of gloo's, then as
+many of tpu_dist's, so that what else the machine does meets both. The ratio is tpu_dist's median
+over gloo's within a round; printed are the median of the rounds' ratios, and their 10th and 90th
+percentile.
 
-A call's time is from the call to the end of wait() on rank 0, barrier-started. Its host time is what
-an asynchronous call takes to return: what a training loop pays that waits later. Sizes are of the
-tensor that one rank passes in, a rank's share where a verb scatters.
+A call's time is from the call to the end of wait() on rank 0, barrier-started. Its host time is
+what an asynchronous call takes to return: what a training loop pays that waits later. Sizes are of
+the tensor that one rank passes in, a rank's share where a verb scatters.
 """
 
 from __future__ import annotations
