@@ -102,7 +102,10 @@ def _deal(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
 
 
 def _tree(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
-    """broadcast: a binomial tree, the root's array doubled at each step."""
+    """broadcast: a binomial tree that doubles in each step; one output for each step.
+
+    A rank is reached in one step only, and takes that step's output: see arrival_step().
+    """
     import jax.numpy as jnp
     from jax import lax
 
@@ -110,6 +113,7 @@ def _tree(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
     assert root is not None
     place = (lax.axis_index(AXIS) - root) % size  # distance from the root
     array = operands[0]
+    outputs = []
     reached = 1
     while reached < size:
         pairs = [
@@ -117,9 +121,16 @@ def _tree(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
             for k in range(min(reached, size - reached))
         ]
         arrived = _permute(array, pairs)
-        array = jnp.where((place >= reached) & (place < 2 * reached), arrived, array)
+        outputs.append(arrived)
+        if 2 * reached < size:  # it is passed on
+            array = jnp.where((place >= reached) & (place < 2 * reached), arrived, array)
         reached *= 2
-    return [array]
+    return outputs
+
+
+def arrival_step(place: int) -> int:
+    """Step of a broadcast in which the rank `place` >= 1 places after the root is reached."""
+    return place.bit_length() - 1
 
 
 def _swap_and_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:

@@ -18,6 +18,7 @@ from tpu_dist.collectives.border import carry, flat, raw, to_array, to_tensor
 from tpu_dist.collectives.chunks import Chunk, chunks
 from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, wire_type
 from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
+from tpu_dist.collectives.forms import arrival_step
 from tpu_dist.collectives.plans import choose_plan
 from tpu_dist.collectives.programs import Array, Programs
 from tpu_dist.collectives.reducers import Reducer, combine, finish
@@ -113,7 +114,8 @@ class Whole:
     """all_reduce, reduce and broadcast of one tensor, in place.
 
     Attributes:
-        keeps: whether this rank takes the result; a reduce leaves the others' tensors alone.
+        keeps: whether this rank takes the result: in a reduce the root alone, in a broadcast all
+            but the root.
     """
 
     signature: Signature
@@ -166,6 +168,10 @@ class Whole:
             wire=wire,
             reducer=reducer,
         )
+        step = 0
+        if verb == "broadcast" and self.keeps:
+            assert root is not None
+            step = arrival_step((members.index - root) % members.num_ranks)
         destination = _Destination(self.tensor)
         target = destination.flat.view(payload.dtype)
         for chunk in chunks(payload.numel(), plan.chunk_elements):
@@ -173,9 +179,9 @@ class Whole:
                 plan.form, size=chunk.size, wire=wire, reducer=reducer, root=root
             )
             operand = to_array(_cut(payload, chunk, payload.dtype), members.device)
-            (result,) = program([operand])
+            outputs = program([operand])
             if self.keeps:
-                _store(target, chunk, result)
+                _store(target, chunk, outputs[step])
         if self.keeps:
             destination.close()
 

@@ -42,12 +42,15 @@ class CollectiveVerbs(GroupBase):
         tensor = only("all_reduce", tensors, "tensors")
         if isinstance(tensor, Tensor) and tensor.layout is torch.sparse_coo:
             return self._sparse_allreduce(tensor, opts)
-        return self.allreduce_coalesced([tensor], opts, timeout)
+        return self._allreduce([tensor], opts, timeout)
 
     def allreduce_coalesced(
         self, tensors: Sequence[Any], opts: Any = None, timeout: Any = None
     ) -> Work:
         """all_reduce of several tensors."""
+        return self._allreduce(tensors, opts, timeout)
+
+    def _allreduce(self, tensors: Sequence[Any], opts: Any, timeout: Any) -> Work:
         verb = "all_reduce"
         self._refuse_if_ended(verb)
         checked = [check_tensor(verb, tensor) for tensor in tensors]
@@ -98,7 +101,8 @@ class CollectiveVerbs(GroupBase):
             factor=factor,
             shape=tuple(tensor.shape),
         )
-        keeps = verb != "reduce" or root == self._index
+        is_root = root == self._index
+        keeps = is_root if verb == "reduce" else not (verb == "broadcast" and is_root)
         return Whole(signature=signature, tensor=tensor, keeps=keeps)
 
     # --- from everybody to everybody
