@@ -214,7 +214,7 @@ def _what_must_agree(envelope: Envelope) -> tuple[object, ...]:
         envelope.dtype,
         envelope.reducer,
         envelope.root,
-        envelope.factor,
+        struct.pack("<d", envelope.factor),  # by its bits: NaN agrees with itself
         envelope.shape,
     )
 

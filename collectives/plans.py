@@ -25,8 +25,8 @@ class Rule:
         max_bytes: payloads above take a later rule.
         max_ranks: larger groups take a later rule.
         power_of_two: only groups of 2**k ranks.
-        native: only what XLA's own collective does exactly: an operation it has, on a dtype that
-            is not accumulated in a wider one.
+        native: the jax.lax collectives that the form knows; empty: it takes any operation. Only
+            dtypes that are not accumulated in a wider one are left to them.
     """
 
     form: str
@@ -34,7 +34,7 @@ class Rule:
     max_bytes: int | None = None
     max_ranks: int | None = None
     power_of_two: bool = False
-    native: bool = False
+    native: tuple[str, ...] = ()
 
     def fits(self, num_bytes: int, num_ranks: int, wire: WireType, reducer: Reducer | None) -> bool:
         """Whether this rule may be taken; the same on every rank."""
@@ -44,21 +44,20 @@ class Rule:
             return False
         if self.power_of_two and num_ranks & (num_ranks - 1):
             return False
-        return not self.native or _is_native(wire, reducer)
+        if not self.native or reducer is None:
+            return True
+        plain = wire.accumulate is None and wire.kind in (Kind.FLOAT, Kind.INTEGER)
+        return plain and reducer.native in self.native
 
 
-def _is_native(wire: WireType, reducer: Reducer | None) -> bool:
-    if reducer is None:
-        return True
-    plain = wire.accumulate is None and wire.kind in (Kind.FLOAT, Kind.INTEGER)
-    return plain and reducer.native is not None
-
+_SUM = ("psum",)
+_ANY = ("psum", "pmin", "pmax")
 
 _CPU: Mapping[str, Sequence[Rule]] = {
     "all_reduce": (
         Rule(form="doubling", chunk_bytes=4 * MIB, max_ranks=2),
         Rule(form="doubling", chunk_bytes=4 * MIB, max_bytes=2 * MIB, power_of_two=True),
-        Rule(form="native_all_reduce", chunk_bytes=4 * MIB, native=True),
+        Rule(form="native_all_reduce", chunk_bytes=4 * MIB, native=_ANY),
         Rule(form="doubling", chunk_bytes=4 * MIB, power_of_two=True),
         Rule(form="gather_and_reduce", chunk_bytes=4 * MIB),
     ),
@@ -75,12 +74,12 @@ _CPU: Mapping[str, Sequence[Rule]] = {
 _WHOLE = 1 << 40
 _TPU: Mapping[str, Sequence[Rule]] = {
     "all_reduce": (
-        Rule(form="native_all_reduce", chunk_bytes=_WHOLE, native=True),
+        Rule(form="native_all_reduce", chunk_bytes=_WHOLE, native=_ANY),
         Rule(form="gather_and_reduce", chunk_bytes=_WHOLE),
     ),
     "all_gather": (Rule(form="native_all_gather", chunk_bytes=_WHOLE),),
     "reduce_scatter": (
-        Rule(form="native_reduce_scatter", chunk_bytes=_WHOLE, native=True),
+        Rule(form="native_reduce_scatter", chunk_bytes=_WHOLE, native=_SUM),
         Rule(form="swap_and_reduce", chunk_bytes=_WHOLE),
     ),
     "all_to_all": (Rule(form="native_all_to_all", chunk_bytes=_WHOLE),),
@@ -128,4 +127,4 @@ def choose_plan(
     form = FORMS[rule.form]
     shares = num_ranks - 1 if form.pieces or form.name == "spread" else 1
     elements = rule.chunk_bytes // element_bytes // max(1, shares)
-    return Plan(form, elements // _GRAIN * _GRAIN)
+    return Plan(form, max(_GRAIN, elements // _GRAIN * _GRAIN))

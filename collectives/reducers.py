@@ -102,7 +102,9 @@ def finish(reducer: Reducer, wire: WireType, total: Array, size: int, numpy: Any
     """Turn the combination of `size` ranks' arrays into the result, of dtype `wire.name`."""
     if reducer.name == "AVG" and size > 1:
         if wire.kind is Kind.INTEGER:
-            total = numpy.sign(total) * (numpy.abs(total) // size)  # toward zero, as NCCL does
+            # Toward zero, as NCCL does; wide, for the size may not fit into the dtype.
+            wide = total.astype("uint64" if wire.name.startswith("u") else "int64")
+            total = wide // size + ((wide < 0) & (wide % size != 0))
         else:
             total = total / size
     return total.astype(wire.name)

@@ -18,7 +18,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ Meta = dict[str, Any]
 Handler = Callable[[int, Meta, bytes], Meta | None]
 
 _FRAME = struct.Struct("!II")
+_MAX_HELLO_BYTES = 4096
 CONNECT_TIMEOUT = timedelta(seconds=5)
 
 
@@ -92,10 +93,12 @@ class Channel:
         self._outgoing: dict[int, _Connection] = {}
         self._lost: set[int] = set()
         self._connecting = threading.Lock()
-        self._requests: dict[int, Future[Meta]] = {}
+        self._requests: dict[int, tuple[int, Future[Meta]]] = {}  # by number: who was asked
         self._request_ids = itertools.count()
         self._closed = False
-        self._readers: dict[socket.socket, _Connection] = {}  # changed by the channel's thread only
+        # Changed by the channel's thread only:
+        self._readers: dict[socket.socket, _Connection] = {}
+        self._ended: set[int] = set()  # ranks of which a connection ended, not yet told
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -143,7 +146,7 @@ class Channel:
         """Send a message and return the future of its answer; it fails if the peer is lost."""
         request = next(self._request_ids)
         answer: Future[Meta] = Future()
-        self._requests[request] = answer
+        self._requests[request] = (rank, answer)
         try:
             self.send(rank, kind, {**meta, "request": request})
         except PeerLostError as error:
@@ -167,9 +170,11 @@ class Channel:
 
     def close(self) -> None:
         """End the thread and close all connections; idempotent."""
-        self._closed = True
-        self._wake()
-        self._thread.join(timeout=5)
+        if not self._closed:
+            self._closed = True
+            self._wake()
+            self._thread.join(timeout=5)
+            self._wake_writer.close()
 
     # --- connections
 
@@ -201,6 +206,9 @@ class Channel:
             if rank in self._lost:
                 return
             self._lost.add(rank)
+        for request, (asked, answer) in list(self._requests.items()):
+            if asked == rank and self._requests.pop(request, None) is not None:
+                answer.set_exception(PeerLostError(f"rank {rank} has ended before it answered"))
         for callback in self._lost_callbacks:
             callback(rank)
 
@@ -213,23 +221,36 @@ class Channel:
     # --- the thread
 
     def _run(self) -> None:
-        readers = self._readers
         while not self._closed:
             for rank, connection in list(self._outgoing.items()):
                 if rank not in self._lost:
                     self._follow(connection)
-            for key, events in self._selector.select():
-                ready = key.fileobj
-                if ready is self._listener:
-                    self._accept()
-                elif ready is self._wake_reader:
-                    _drain(self._wake_reader)
-                elif isinstance(ready, socket.socket) and ready in readers:
-                    self._serve(readers[ready], events)
-        for connection in readers.values():
+            # What a peer said on its own connection, which may not even be accepted yet, comes
+            # before the news of its end: so that waits for a round in which nothing was ready.
+            ready = self._selector.select(0 if self._ended else None)
+            for key, events in ready:
+                self._handle_ready(key.fileobj, events)
+            if not ready:
+                self._tell_ended()
+        for connection in [*self._readers.values(), *self._outgoing.values()]:
             connection.socket.close()
         self._listener.close()
+        self._wake_reader.close()
         self._selector.close()
+
+    def _handle_ready(self, ready: object, events: int) -> None:
+        if ready is self._listener:
+            self._accept()
+        elif ready is self._wake_reader:
+            _drain(self._wake_reader)
+        elif isinstance(ready, socket.socket) and ready in self._readers:
+            self._serve(self._readers[ready], events)
+
+    def _tell_ended(self) -> None:
+        ended, self._ended = self._ended, set()
+        for rank in ended:
+            if not self._hears(rank):
+                self._mark_lost(rank)
 
     def _follow(self, connection: _Connection) -> None:
         """Watch a connection for its end, and for room while something is unsent."""
@@ -258,20 +279,21 @@ class Channel:
             if events & selectors.EVENT_WRITE:
                 connection.flush()
             if events & selectors.EVENT_READ:
-                while True:
-                    chunk = connection.socket.recv(1 << 18)
-                    if not chunk:
-                        raise ConnectionResetError("closed by the peer")
+                while chunk := connection.socket.recv(1 << 18):
                     connection.received += chunk
+                raise ConnectionResetError("closed by the peer")
         except BlockingIOError:
             self._dispatch(connection)
         except OSError:
-            self._dispatch(connection)  # what came before the end still counts
-            self._selector.unregister(connection.socket)
-            self._readers.pop(connection.socket, None)
-            connection.socket.close()
-            if connection.rank is not None and not self._hears(connection.rank):
-                self._mark_lost(connection.rank)
+            if self._dispatch(connection):  # what came before the end still counts
+                self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        self._readers.pop(connection.socket, None)
+        connection.socket.close()
+        if connection.rank is not None:
+            self._ended.add(connection.rank)
 
     def _hears(self, rank: int) -> bool:
         """Whether a connection that `rank` opened is still open: its last words may be in there."""
@@ -280,16 +302,21 @@ class Channel:
             for other in self._readers.values()
         )
 
-    def _dispatch(self, connection: _Connection) -> None:
-        for kind, meta, body in _take_frames(connection.received):
-            if kind == "hello":
-                if meta.get("token") != self._token:
-                    _logger.warning("a connection without this job's token was refused")
-                    connection.socket.shutdown(socket.SHUT_RDWR)
-                    return
-                connection.rank = int(meta["rank"])
-            elif connection.rank is not None:
-                self._handle(connection.rank, kind, meta, body)
+    def _dispatch(self, connection: _Connection) -> bool:
+        """Handle what has come in whole; False if it was not a peer's, and the connection ended."""
+        try:
+            for kind, meta, body in _take_frames(connection):
+                if connection.rank is not None:
+                    self._handle(connection.rank, kind, meta, body)
+                elif kind == "hello" and meta["token"] == self._token:
+                    connection.rank = int(meta["rank"])
+                else:
+                    raise ValueError("it came without this job's token")
+        except (ValueError, TypeError, KeyError) as error:
+            _logger.warning("a connection to this job's channel was refused: %s", error)
+            self._end(connection)
+            return False
+        return True
 
     def _handle(self, rank: int, kind: str, meta: Meta, body: bytes) -> None:
         try:
@@ -302,7 +329,7 @@ class Channel:
             _logger.exception("message %r of rank %d could not be handled", kind, rank)
 
     def _on_reply(self, rank: int, meta: Meta, body: bytes) -> None:
-        future = self._requests.pop(meta["request"], None)
+        _, future = self._requests.pop(meta["request"], (rank, None))
         if future is not None:
             future.set_result(meta)
 
@@ -312,19 +339,24 @@ def _frame(kind: str, meta: Mapping[str, Any], body: bytes) -> bytes:
     return _FRAME.pack(len(head), len(body)) + head + body
 
 
-def _take_frames(buffer: bytearray) -> list[tuple[str, Meta, bytes]]:
-    frames = []
-    start = 0
-    while len(buffer) - start >= _FRAME.size:
-        head_size, body_size = _FRAME.unpack_from(buffer, start)
-        body_start = start + _FRAME.size + head_size
+def _take_frames(connection: _Connection) -> Iterator[tuple[str, Meta, bytes]]:
+    """The messages that have come in whole.
+
+    Raises:
+        ValueError: these are no messages, or too long for one who has not said hello.
+    """
+    buffer = connection.received
+    while len(buffer) >= _FRAME.size:
+        head_size, body_size = _FRAME.unpack_from(buffer)
+        if connection.rank is None and head_size + body_size > _MAX_HELLO_BYTES:
+            raise ValueError("its first message is too long")
+        body_start = _FRAME.size + head_size
         if len(buffer) < body_start + body_size:
-            break
-        kind, meta = json.loads(buffer[start + _FRAME.size : body_start])
-        frames.append((kind, meta, bytes(buffer[body_start : body_start + body_size])))
-        start = body_start + body_size
-    del buffer[:start]
-    return frames
+            return
+        kind, meta = json.loads(buffer[_FRAME.size : body_start])
+        body = bytes(buffer[body_start : body_start + body_size])
+        del buffer[: body_start + body_size]
+        yield kind, meta, body
 
 
 def _drain(sock: socket.socket) -> None:

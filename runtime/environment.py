@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,6 +34,14 @@ class RuntimeConfig:
         if self.platform is not None and self.platform not in PLATFORMS:
             raise ValueError(
                 f"TPU_DIST_PLATFORM must be one of {', '.join(PLATFORMS)}, got {self.platform!r}"
+            )
+        size = self.local_world_size
+        if size is not None and size < 1:
+            raise ValueError(f"LOCAL_WORLD_SIZE must be at least 1, got {size}")
+        if self.local_rank is not None and not 0 <= self.local_rank < (size or sys.maxsize):
+            raise ValueError(
+                f"LOCAL_RANK must be one of the host's processes, got {self.local_rank} with "
+                f"LOCAL_WORLD_SIZE {size}"
             )
 
 
