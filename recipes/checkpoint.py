@@ -132,7 +132,7 @@ class Checkpoints:
         path = self._path(step)
         try:
             load(content, checkpoint_id=path)
-        except (OSError, RuntimeError, CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
             raise RunDirectoryError(
                 f"the checkpoint {path} could not be read: {_reason(error)}. To fall back on an "
                 f"earlier one, remove it; {list(self.steps())} are there."
@@ -147,10 +147,20 @@ class Checkpoints:
         state.position = content["progress"]["position"]
 
     def remove_unfinished(self) -> None:
-        """Remove what interrupted saves and removals left. Rank 0 alone, before any save."""
+        """Remove what interrupted saves and removals left. Rank 0 alone, before any save.
+
+        Raises:
+            RunDirectoryError: It could not be removed.
+        """
         for path in self._directory.glob(f"*{_PARTIAL_SUFFIX}"):
             _log.warning("removing %s, left by an interrupted run", path)
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"{path}, left by an interrupted run, could not be removed: {error}. Remove "
+                    f"it, then run again."
+                ) from error
 
     def _publish(self, partial: Path, published: Path) -> None:
         if published.exists():

@@ -30,7 +30,7 @@ class BatchConfig:
     """
 
     sequence_length: int = 128
-    global_batch_size: int = 16
+    global_batch_size: int = 8
     accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class TrainingBatches:
         >>> batches = TrainingBatches(windows, BatchConfig(), seed=0, rank=0, world_size=2)
         >>> step = batches.next_step()
         >>> batches.position
-        16
+        8
     """
 
     def __init__(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from tpu_dist.errors import TpuDistError
 
-class RecipeError(RuntimeError):
+
+class RecipeError(TpuDistError):
     """A recipe cannot go on; the message says what was asked, what was found, what to do."""
 
 
@@ -27,7 +29,7 @@ class NonFiniteLossError(RecipeError):
     def __init__(self, *, step: int, loss: float, gradient_norm: float) -> None:
         super().__init__(
             f"step {step} has loss {loss} and gradient norm {gradient_norm}; training stopped. "
-            f"Resume from a checkpoint before it, with a lower --learning-rate in a new run, "
-            f"or look at what step {step} was fed."
+            f"Start again with a lower --learning-rate, or look at what step {step} was fed. "
+            f"Checkpoints hold earlier steps only."
         )
         self.step = step

@@ -18,9 +18,9 @@ from typing import Annotated
 import typer
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from tpu_dist.errors import TpuDistError
 from tpu_dist.recipes.checkpoint import CheckpointConfig
 from tpu_dist.recipes.data import BatchConfig
-from tpu_dist.recipes.errors import RecipeError
 from tpu_dist.recipes.kjv_config import KjvConfig
 from tpu_dist.recipes.kjv_run import run
 from tpu_dist.recipes.model import ModelConfig
@@ -188,7 +188,7 @@ def kjv(
     try:
         # record writes the error, traceback and all, to the file that the launcher reads.
         record(job)()
-    except (ValueError, RecipeError) as error:
+    except (ValueError, TpuDistError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 

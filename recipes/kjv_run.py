@@ -41,11 +41,13 @@ def run(config: KjvConfig, world: World) -> None:
     require_tokenizers()
     corpus = text.split(text.load_chapters(), held_out_every=config.held_out_every)
     claimed = _claim(config) if world.rank == 0 else None
-    json_file = open_json(config.json_file if world.rank == 0 else None, append=config.resume)
-    progress = Progress(Console(file=sys.stdout), json_file=json_file, rank=world.rank)
     device = torch.device(config.device)
 
-    with process_group(config.backend, config.timeout):
+    with (
+        open_json(config.json_file if world.rank == 0 else None, append=config.resume) as json_file,
+        process_group(config.backend, config.timeout),
+    ):
+        progress = Progress(Console(file=sys.stdout), json_file=json_file, rank=world.rank)
         directory = _agree(claimed, config, device)
         checkpoints = Checkpoints(
             directory.checkpoints,
@@ -89,8 +91,6 @@ def run(config: KjvConfig, world: World) -> None:
             device=device,
         )
         _conclude(config, model, validation, tokenizer, progress, device, state.step)
-    if json_file is not None:
-        json_file.close()
 
 
 def _claim(config: KjvConfig) -> RunDirectory:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -158,14 +159,14 @@ def step_line(report: StepReport) -> Text:
     return line
 
 
-def open_json(path: Path | None, *, append: bool) -> TextIO | None:
-    """Open the file for JSON lines; a resumed run adds to it, a new one starts it.
+def open_json(path: Path | None, *, append: bool) -> AbstractContextManager[TextIO | None]:
+    """Open the file for JSON lines, if any; a resumed run adds to it, a new one starts it.
 
     Raises:
         ValueError: It cannot be written.
     """
     if path is None:
-        return None
+        return nullcontext()
     try:
         return path.open("a" if append else "w", encoding="utf-8")
     except OSError as error:

@@ -24,7 +24,7 @@ class SampleConfig:
 
     prompt: str = "In the beginning"
     num_tokens: int = 120
-    temperature: float = 0.7
+    temperature: float = 0.8
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:

@@ -35,7 +35,7 @@ class TrainConfig:
         checkpoint: When to save.
     """
 
-    num_steps: int = 240
+    num_steps: int = 200
     log_every: int = 10
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
