@@ -154,6 +154,8 @@ class Whole:
     def run(self, envelopes: Sequence[Envelope], members: Members) -> None:
         """See Operation."""
         reducer, root = self.signature.reducer, self.signature.root
+        if reducer is None and members.num_ranks == 1:
+            return
         if reducer is None:
             verb, wire, payload = "broadcast", _BYTES, raw(self._flat)
         else:
@@ -258,6 +260,20 @@ class Exchange:
         own_source, own_target = sends[me], targets[me]
         if own_target is not None and own_source is not None and not _same(own_target, own_source):
             own_target.copy_(own_source)
+        if size > 1:
+            self._move_between_ranks(largest, sends, targets, members)
+        for destination in destinations:
+            if destination is not None:
+                destination.close()
+
+    def _move_between_ranks(
+        self,
+        largest: int,
+        sends: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        members: Members,
+    ) -> None:
+        me, size = members.index, members.num_ranks
         assert self.signature.wire is not None
         num_bytes = largest * self.signature.wire.carrier.itemsize
         plan = choose_plan(
@@ -284,9 +300,6 @@ class Exchange:
                 target = targets[rank]
                 if target is not None and rank != me:
                     _store(target, chunk, output)
-        for destination in destinations:
-            if destination is not None:
-                destination.close()
 
     def _reduce_scatter(self, largest: int, members: Members) -> None:
         me, size = members.index, members.num_ranks

@@ -84,7 +84,7 @@ class Programs:
             )
             mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             operands = [operand] * form.num_operands(num_ranks)
-            compiled = jax.jit(mapped).lower(*operands).compile()
+            compiled = jax.jit(mapped, keep_unused=True).lower(*operands).compile()
         return _runner(compiled)
 
 

@@ -7,6 +7,7 @@ of jax or of the process group here.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -38,6 +39,7 @@ def _is_ours(backend: Any) -> bool:
     return plugin is not None and plugin.creator_fn is _create_process_group
 
 
+@functools.cache  # the answer is said once
 def _peer_has_the_name() -> bool:
     """Whether torch_tpu is installed beside us and we were not asked to take precedence."""
     if importlib.util.find_spec(PEER) is None or os.environ.get("TPU_DIST_PREFER") == "1":

@@ -113,16 +113,22 @@ class CollectiveVerbs(GroupBase):
         source = only(verb, inputs, "inputs")
         if outputs and isinstance(outputs[0], Tensor):
             outputs = [outputs]
-        return self.allgather_coalesced([only(verb, outputs, "outputs")], [source], opts)
+        return self._allgather([only(verb, outputs, "outputs")], [source], opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None
     ) -> Work:
-        """all_gather of several tensors into as many lists."""
+        """all_gather of several tensors; output_lists[rank][k] is for tensor k of that rank."""
+        if len(output_lists) != self.size() or any(len(o) != len(inputs) for o in output_lists):
+            raise ValueError(
+                f"all_gather: output_lists must hold, for each of the {self.size()} ranks, one "
+                f"tensor for each of the {len(inputs)} inputs"
+            )
+        return self._allgather([list(o) for o in zip(*output_lists, strict=True)], inputs, opts)
+
+    def _allgather(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Work:
         verb = "all_gather"
         self._refuse_if_ended(verb)
-        if len(output_lists) and len(output_lists) != len(inputs):
-            output_lists = list(zip(*output_lists, strict=True))  # c10d's other order: by rank
         operations, sources, flat_outputs = [], [], []
         for output_list, source in zip(output_lists, inputs, strict=True):
             source = check_tensor(verb, source, "input")
