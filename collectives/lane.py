@@ -47,6 +47,14 @@ _WARM_UP_ROUNDS = 4
 _WARM_UP_RANKS = 16
 
 
+_on_lane = threading.local()
+
+
+def is_lane_thread() -> bool:
+    """Whether this is the thread of some lane."""
+    return getattr(_on_lane, "flag", False)
+
+
 @dataclass(slots=True)
 class _Job:
     task: Task
@@ -125,9 +133,16 @@ class Lane:
     def submit(self, task: Task, operations: Iterable[Operation]) -> None:
         """Queue a task; it is settled when all of its operations are done, or one has failed.
 
+        On the lane's own thread, where callbacks of futures run, it is run at once: so what a
+        callback calls comes right after the call that it follows, on every rank.
+
         `operations` is iterated on the lane's thread: what a generator does between them, it does
         when the one before is done.
         """
+        job = _Job(task, operations)
+        if self._thread is threading.current_thread():
+            self._run_job(job)
+            return
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
@@ -135,7 +150,7 @@ class Lane:
                         target=self._run, name=f"tpu_dist-lane-{self.name}", daemon=True
                     )
                     self._thread.start()
-        self._queue.put(_Job(task, operations))
+        self._queue.put(job)
 
     def fail(self, error: CollectiveError, *, announce: bool = True) -> None:
         """Give up: this and every later task fails; peers are told, and the transport is cut.
@@ -179,9 +194,13 @@ class Lane:
     # --- the thread
 
     def _run(self) -> None:
+        _on_lane.flag = True
         while (job := self._queue.get()) is not None:
-            if job.task.is_settled:
-                continue
+            self._run_job(job)
+            del job  # it holds the caller's tensors
+
+    def _run_job(self, job: _Job) -> None:
+        if not job.task.is_settled:
             error: BaseException | None = None
             try:
                 self._refuse_if_failed(job.task)
@@ -199,7 +218,6 @@ class Lane:
                 self.fail(explained)
                 error = explained
             job.task.settle(error)
-            del job
 
     def _refuse_if_failed(self, task: Task) -> None:
         if self.failure is not None:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tpu_dist.collectives.lane import is_lane_thread
 from tpu_dist.errors import CollectiveTimeoutError
 
-# Callbacks of futures may wait for other collectives, which lanes must be free to finish; and
-# torch wants a profiler event that is asynchronous to end on another thread than it began on.
+# For callbacks where no lane runs them: they may block, which the channel's and the watchdog's
+# threads must not. And torch wants an asynchronous profiler event to end on another thread than it
+# began on.
 _callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="tpu_dist-callbacks")
 
 NO_TIMEOUT = timedelta(0)  # what c10d passes for "wait as long as the group's timeout lets you"
@@ -68,7 +70,10 @@ class Work(dist.Work):
             future = self._future
         self._running.release()
         if future is not None:
-            _callbacks.submit(self._fulfil, future)
+            if is_lane_thread():  # in order, so that what callbacks call is in order on all ranks
+                self._fulfil(future)
+            else:
+                _callbacks.submit(self._fulfil, future)
 
     def set_source(self, group_rank: int) -> None:
         """Say whom a receive from any source has got its message from."""
