@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tpu_dist.collectives import dtypes, reducers
@@ -19,7 +19,8 @@ from tpu_dist.topology.errors import MismatchError
 
 INLINE_BYTES = 4096  # payload that fits into an envelope
 _MAX_DIMS = 8
-_HEADER = struct.Struct(f"<QQ8sBBBBiId{_MAX_DIMS}qI")
+MAX_OTHERS = 8  # groups with the same members of which calls may wait at once
+_HEADER = struct.Struct(f"<QQ8sBBBBiId{_MAX_DIMS}qI{8 * MAX_OTHERS}s")
 
 VERBS = (
     "all_reduce",
@@ -81,6 +82,7 @@ class Envelope:
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     is_inline: bool
+    others: frozenset[bytes]
     payload: memoryview = field(repr=False)
 
     def describe(self) -> str:
@@ -106,8 +108,17 @@ def envelope_size(num_ranks: int) -> int:
     return _HEADER.size + 16 * num_ranks + INLINE_BYTES
 
 
-def pack(signature: Signature, num_ranks: int, payload: bytes | None) -> bytearray:
-    """Write an envelope; `payload` is what this rank sends, or None if it is larger than fits."""
+def pack(
+    signature: Signature, num_ranks: int, payload: bytes | None, others: Sequence[bytes] = ()
+) -> bytearray:
+    """Write an envelope.
+
+    Args:
+        signature: of the call.
+        num_ranks: of the lane.
+        payload: what this rank sends, or None if it is larger than fits.
+        others: digests of other groups of the same ranks that have a call waiting here.
+    """
     wire, reducer, shape = signature.wire, signature.reducer, signature.shape
     dims = -1 if shape is None else len(shape)
     if dims > _MAX_DIMS:  # long shapes agree if their sizes and a digest do
@@ -134,6 +145,7 @@ def pack(signature: Signature, num_ranks: int, payload: bytes | None) -> bytearr
         signature.factor,
         *padded,
         0 if payload is None else len(payload),
+        b"".join(others[:MAX_OTHERS]),
     )
     if signature.sends:
         struct.pack_into(
@@ -150,7 +162,7 @@ def unpack(buffer: memoryview, num_ranks: int) -> Envelope:
     (sequence, is_inline, group, verb, dtype, reducer, sized, root, dims, factor, *rest) = (
         _HEADER.unpack_from(buffer, 0)
     )
-    shape, payload_bytes = rest[:_MAX_DIMS], rest[_MAX_DIMS]
+    shape, (payload_bytes, others) = rest[:_MAX_DIMS], rest[_MAX_DIMS:]
     table: tuple[int, ...] = ()
     if sized:
         table = struct.unpack_from(f"<{2 * num_ranks}q", buffer, _HEADER.size)
@@ -167,8 +179,27 @@ def unpack(buffer: memoryview, num_ranks: int) -> Envelope:
         sends=table[:num_ranks],
         receives=table[num_ranks:],
         is_inline=bool(is_inline),
+        others=frozenset(_digests(others)),
         payload=buffer[start : start + payload_bytes],
     )
+
+
+def _digests(packed: bytes) -> Iterator[bytes]:
+    for start in range(0, len(packed), 8):
+        if packed[start : start + 8] == bytes(8):
+            return
+        yield packed[start : start + 8]
+
+
+def choose_group(envelopes: Sequence[Envelope]) -> bytes | None:
+    """Digest of the group whose call is next, where ranks stand at calls of different groups.
+
+    One of which a call waits on every rank; the same on all ranks. None if there is none yet.
+    """
+    waiting = [envelope.others | {envelope.group} for envelope in envelopes]
+    everywhere: frozenset[bytes] = frozenset.intersection(*waiting)
+    wanted = [envelope.group for envelope in envelopes if envelope.group in everywhere]
+    return next(iter([*wanted, *sorted(everywhere)]), None)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """A lane: the one queue on which a set of ranks, in one order, runs its collectives.
 
 XLA's transport knows a communicator by its devices alone, so groups with the same members share a
-lane: what they run must come in the same order on all ranks, as on a TPU's own queue. Different
-sets do not wait for each other.
+lane. Where ranks come to it with calls of different groups, they agree on one that waits on all of
+them, and run that first. Different sets of ranks do not wait for each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from tpu_dist.collectives.envelope import (
     Envelope,
     Signature,
     check_agreement,
+    choose_group,
     envelope_size,
+    group_digest,
     pack,
     unpack,
 )
@@ -42,6 +44,7 @@ _BYTES = WIRE_TYPES[torch.uint8]
 # The first large message on a fresh loopback connection stalls for 44 ms a window: the receiver's
 # window starts at 64 KiB, one segment of loopback's MTU, and the sender waits for the delayed
 # acknowledgement (40 ms) each time. It grows with traffic and stays grown.
+_GIVE_WAY_SECONDS = 0.002
 _WARM_UP_BYTES = 1 << 20
 _WARM_UP_ROUNDS = 4
 _WARM_UP_RANKS = 16
@@ -92,6 +95,7 @@ class Lane:
     programs: Programs = field(init=False)
     failure: CollectiveError | None = field(default=None, init=False)
     _queue: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _waiting: list[_Job] = field(default_factory=list, init=False)  # taken from the queue, in order
     _connected: bool = field(default=False, init=False)
     _sockets: frozenset[str] = field(default=frozenset(), init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -195,9 +199,12 @@ class Lane:
 
     def _run(self) -> None:
         _on_lane.flag = True
-        while (job := self._queue.get()) is not None:
+        while (job := self._next_job()) is not None:
             self._run_job(job)
             del job  # it holds the caller's tensors
+
+    def _next_job(self) -> _Job | None:
+        return self._waiting.pop(0) if self._waiting else self._queue.get()
 
     def _run_job(self, job: _Job) -> None:
         if not job.task.is_settled:
@@ -206,7 +213,7 @@ class Lane:
                 self._refuse_if_failed(job.task)
                 self._connect(job.task)
                 for operation in job.operations:
-                    self._execute(operation)
+                    self._execute(operation, job)
             except MismatchError as mismatch:  # every rank has the same, and nothing moved
                 error = mismatch
             except CollectiveError as known:
@@ -248,18 +255,46 @@ class Lane:
         for _ in range(_WARM_UP_ROUNDS):
             program([block] * (self.num_ranks - 1))
 
-    def _execute(self, operation: Operation) -> None:
+    def _execute(self, operation: Operation, job: _Job) -> None:
         payload = operation.payload()
         envelopes = self._exchange_envelopes(operation.signature, payload)
+        while any(envelope.group != envelopes[0].group for envelope in envelopes):
+            self._give_way(job, choose_group(envelopes))
+            envelopes = self._exchange_envelopes(operation.signature, payload)
         check_agreement(operation.signature, envelopes, self.ranks)
         if all(envelope.is_inline for envelope in envelopes):
             operation.finish_inline(envelopes, self)
         else:
             operation.run(envelopes, self)
 
+    def _give_way(self, job: _Job, group: bytes | None) -> None:
+        """Ranks stand at calls of different groups: run the next call of `group` first.
+
+        Threads may call groups with the same members in any order, as long as each group's own
+        calls are in one. None: no group has a call on every rank yet, so wait for one.
+        """
+        if group is None:
+            time.sleep(_GIVE_WAY_SECONDS)
+        elif group != group_digest(job.task.call.uid):
+            other = next(j for j in self._waiting if group_digest(j.task.call.uid) == group)
+            self._waiting.remove(other)
+            self._run_job(other)
+
+    def _other_groups(self, own: bytes) -> list[bytes]:
+        """Digests of the other groups that have a call waiting here, in order of arrival."""
+        while not self._queue.empty():
+            job = self._queue.get()
+            if job is None:
+                self._queue.put(None)  # the end; not before what waits
+                break
+            self._waiting.append(job)
+        digests = (group_digest(job.task.call.uid) for job in self._waiting)
+        return list(dict.fromkeys(digest for digest in digests if digest != own))
+
     def _exchange_envelopes(self, signature: Signature, payload: bytes | None) -> list[Envelope]:
         size = envelope_size(self.num_ranks)
-        own = pack(signature, self.num_ranks, payload)
+        others = self._other_groups(group_digest(signature.uid))
+        own = pack(signature, self.num_ranks, payload, others)
         rows = memoryview(own) if self.num_ranks == 1 else self._gather(own)
         arrived = [
             unpack(rows[place * size : (place + 1) * size], self.num_ranks)

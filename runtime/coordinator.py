@@ -37,39 +37,52 @@ class CoordinatorAddress:
         return cls(host, int(port), int(lifeline_port))
 
 
-def start_coordinator(host: str, num_processes: int, timeout: timedelta) -> CoordinatorAddress:
-    """Start the service's process on ports chosen by the system; waits until it serves.
+class CoordinatorProcess:
+    """The service's process, from its start until it serves; afterwards it is on its own.
 
-    Raises:
-        BringUpError: it did not come up within `timeout`; the message has what it printed.
+    Starting it costs about what importing jax costs, so start it first.
     """
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with tempfile.TemporaryFile() as log:
-        # No pipe but stdout, and that one is closed at once: a process that outlives this one must
+
+    def __init__(self, host: str, num_processes: int) -> None:
+        self._host = host
+        self._log = tempfile.TemporaryFile()
+        # No pipe but stdout, and that one is closed soon: a process that outlives this one must
         # not hold open what a launcher waits for.
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, str(_SERVER), host, str(num_processes)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
+            stderr=self._log,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
             cwd="/",
         )
+
+    def address(self, timeout: timedelta) -> CoordinatorAddress:
+        """Wait until it serves, on ports chosen by the system, and let go of it.
+
+        Raises:
+            BringUpError: it did not come up within `timeout`; the message has what it printed.
+        """
+        process, seconds = self._process, timeout.total_seconds()
         assert process.stdout is not None
-        with process.stdout as pipe:
-            ready, _, _ = select.select([pipe], [], [], timeout.total_seconds())
+        with self._log, process.stdout as pipe:
+            ready, _, _ = select.select([pipe], [], [], seconds)
             line = pipe.readline().decode().split() if ready else []
-        if len(line) != 2:
-            process.kill()
-            process.wait()
-            log.seek(0)
-            said = log.read().decode(errors="replace")[-2000:] or "nothing"
-            raise BringUpError(
-                f"the coordination service did not start on {host} within "
-                f"{timeout.total_seconds():.0f} s. Its process printed: {said}"
-            )
-    process.returncode = 0  # it outlives us; without this Popen warns of a child still running
-    return CoordinatorAddress(host, int(line[0]), int(line[1]))
+            if len(line) != 2:
+                self.kill()
+                self._log.seek(0)
+                said = self._log.read().decode(errors="replace")[-2000:] or "nothing"
+                raise BringUpError(
+                    f"the coordination service did not start on {self._host} within {seconds:.0f} "
+                    f"s. Its process printed: {said}"
+                )
+        process.returncode = 0  # it outlives us; without this Popen warns of a child still running
+        return CoordinatorAddress(self._host, int(line[0]), int(line[1]))
+
+    def kill(self) -> None:
+        """End it: it is not needed, or does not serve."""
+        self._process.kill()
+        self._process.wait()
 
 
 class CoordinatorConnection:
@@ -91,6 +104,8 @@ class CoordinatorConnection:
                 rank,
                 init_timeout=max(1, int(seconds)),
                 heartbeat_timeout=HEARTBEAT_SECONDS,
+                # With a callback a failed connect() raises; without one it ends the process.
+                missed_heartbeat_callback=lambda *_: None,
                 shutdown_on_destruction=False,
                 use_compression=True,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import secrets
@@ -26,7 +27,7 @@ from tpu_dist.runtime.client import (
 from tpu_dist.runtime.coordinator import (
     CoordinatorAddress,
     CoordinatorConnection,
-    start_coordinator,
+    CoordinatorProcess,
 )
 from tpu_dist.runtime.environment import RuntimeConfig
 from tpu_dist.topology.errors import BringUpError
@@ -126,17 +127,26 @@ def _start(
 ) -> Runtime:
     platform = choose_platform(config)
     host = _own_address(config)
-    ready_made = _devices_of_users_jax(platform, rank, world_size)
+    coordinator = CoordinatorProcess(host, world_size) if rank == 0 and world_size > 1 else None
+    try:
+        ready_made = _devices_of_users_jax(platform, rank, world_size)
+    except BringUpError:
+        if coordinator is not None:
+            coordinator.kill()
+        raise
     if platform == "tpu" and ready_made is None:
         apply_environment(prepare_tpu(config, os.environ))
     if rank == 0:
         address = ""
-        if world_size > 1 and ready_made is None:
-            address = str(start_coordinator(host, world_size, _left(deadline)))
+        if coordinator is not None and ready_made is None:
+            address = str(coordinator.address(_left(deadline)))
+        elif coordinator is not None:
+            coordinator.kill()
         store.set("job", f"{secrets.token_hex(16)}|{address}")
     session, _, address = _get(store, "job", deadline, "rank 0 to start the job").partition("|")
     connection = None
     if address:
+        _meet(store, rank, world_size, deadline)
         connection = CoordinatorConnection(CoordinatorAddress.parse(address), rank, _left(deadline))
     devices = ready_made or create_client(platform, rank, world_size, connection, _left(deadline))
     channel = Channel(rank=rank, host=host, token=session)
@@ -153,6 +163,27 @@ def _start(
     atexit.register(_close_at_exit, runtime)
     _logger.info("rank %d of %d on %s", rank, world_size, devices[rank])
     return runtime
+
+
+def _meet(store: Any, rank: int, world_size: int, deadline: float) -> None:
+    """Wait until every rank has got this far: jaxlib ends the processes that wait for one in vain.
+
+    Raises:
+        BringUpError: names the ranks that did not come.
+    """
+    store.set(f"here/{rank}", "")
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"here/{other}" for other in range(world_size)], _left(deadline))
+            store.set("all here", "")
+    with contextlib.suppress(RuntimeError):
+        store.wait(["all here"], _left(deadline))
+        return
+    missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+    raise BringUpError(
+        f"rank {rank} waited in vain for ranks {missing} to call init_process_group. Look at their "
+        f"logs: they have failed, or were never started."
+    )
 
 
 def _join_channels(channel: Channel, store: Any) -> None:

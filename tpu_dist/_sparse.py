@@ -37,4 +37,5 @@ def sparse_sum(tensor: torch.Tensor, num_ranks: int, gather: Gather) -> Iterator
     total = torch.sparse_coo_tensor(
         torch.cat(all_indices, dim=1), torch.cat(all_values), tensor.shape
     ).coalesce()
-    tensor.data.copy_(total)
+    with torch.no_grad():  # not .data: a sparse tensor's is another one
+        tensor.copy_(total)
