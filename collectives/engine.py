@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from tpu_dist.collectives.diagnosis import Progress, describe_absent, find_absent
 from tpu_dist.collectives.lane import Lane, LaneHooks, wait_until
@@ -26,16 +26,8 @@ TOLD_SECONDS = 0.5  # a peer that gives up tells why before its connection break
 class Engine:
     """Owns the lanes and the watchdog thread of a Runtime; closed with it."""
 
-    def __init__(self, runtime: Runtime, store: Any) -> None:
-        """Start watching.
-
-        Args:
-            runtime: of this process.
-            store: a c10d store that all ranks share, for this engine alone: a thread that waits
-                on a store keeps others from it.
-        """
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.store = store
         self.progress: dict[str, Progress] = {}
         self._lanes: dict[tuple[int, ...], Lane] = {}
         self._tasks: dict[int, Task] = {}
@@ -43,14 +35,21 @@ class Engine:
         self._lock = threading.Lock()
         self._busy = threading.Event()
         self._closed = False
+        self._ready: dict[tuple[int, ...], set[int]] = {}  # by lane, where this rank is its first
+        self._assembled: set[tuple[int, ...]] = set()
         self._hooks = LaneHooks(
             assemble=self._assemble,
             absent=lambda task: self.absent(task.call),
             explain=self._explain,
             announce=self._announce,
         )
-        runtime.channel.on("where", self._on_where)
-        runtime.channel.on("failed", self._on_failed)
+        for kind, handler in (
+            ("where", self._on_where),
+            ("ready", self._on_ready),
+            ("go", self._on_go),
+            ("failed", self._on_failed),
+        ):
+            runtime.channel.on(kind, handler)
         runtime.at_close.append(self.close)
         self._thread = threading.Thread(target=self._watch, name="tpu_dist-watchdog", daemon=True)
         self._thread.start()
@@ -123,22 +122,29 @@ class Engine:
     # --- the hooks of lanes
 
     def _assemble(self, lane: Lane, task: Task) -> None:
-        prefix = f"lane/{lane.name}/"
-        keys = [f"{prefix}{rank}" for rank in lane.ranks]
-        self.store.set(f"{prefix}{self.runtime.rank}", "ready")
+        """Wait for all of the lane's ranks; its first one counts them. The watchdog ends it."""
+        if lane.ranks[0] == self.runtime.rank:
+            self._count(lane.ranks, self.runtime.rank)
+        else:
+            self.runtime.channel.send(lane.ranks[0], "ready", {"lane": lane.name})
 
-        def stop_if_over() -> None:
+        def all_are_ready() -> bool:
             if lane.failure is not None:
                 raise lane.failure
             if task.is_settled:
                 raise CollectiveError(f"{task.call} was given up before its ranks had met")
+            return lane.ranks in self._assembled
 
-        # The watchdog keeps the deadline, and says who is missing.
-        wait_until(lambda: self._all_set(keys, stop_if_over), float("inf"), every=stop_if_over)
+        wait_until(all_are_ready, float("inf"))
 
-    def _all_set(self, keys: list[str], stop_if_over: Any) -> bool:
-        stop_if_over()
-        return bool(self.store.check(keys))
+    def _count(self, ranks: tuple[int, ...], rank: int) -> None:
+        with self._lock:
+            ready = self._ready.setdefault(ranks, set())
+            ready.add(rank)
+            complete = ready == set(ranks)
+        if complete:
+            self._tell(ranks, "go", {"lane": ",".join(map(str, ranks))})
+            self._assembled.add(ranks)
 
     def absent(self, call: Call) -> str:
         """Which ranks have not made `call`, and why, in words; asks them, for a second at most."""
@@ -156,12 +162,13 @@ class Engine:
 
     def _announce(self, lane: Lane, error: CollectiveError) -> None:
         message = {"lane": lane.name, "kind": type(error).__name__, "text": str(error)}
-        for rank in lane.ranks:
+        self._tell(lane.ranks, "failed", message)
+
+    def _tell(self, ranks: Sequence[int], kind: str, message: Meta) -> None:
+        for rank in ranks:
             if rank != self.runtime.rank:
-                try:
-                    self.runtime.channel.send(rank, "failed", message)
-                except PeerLostError:
-                    continue
+                with contextlib.suppress(PeerLostError):
+                    self.runtime.channel.send(rank, kind, message)
 
     # --- what peers say
 
@@ -171,16 +178,35 @@ class Engine:
             return {"sequence": 0, "call": ""}
         return {"sequence": progress.sequence, "call": progress.call}
 
+    def _on_ready(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
+        self._count(_ranks(meta["lane"]), rank)
+        return None
+
+    def _on_go(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
+        self._assembled.add(_ranks(meta["lane"]))
+        return None
+
     def _on_failed(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
-        ranks = tuple(map(int, meta["lane"].split(",")))
         kinds = {
             kind.__name__: kind for kind in (CollectiveTimeoutError, PeerLostError, CollectiveError)
         }
         error = kinds.get(meta["kind"], CollectiveError)(f"rank {rank} gave up: {meta['text']}")
-        self.lane(ranks).fail(error, announce=False)
+        self.lane(_ranks(meta["lane"])).fail(error, announce=False)
         return None
+
+
+def _ranks(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split(",")))
 
 
 def _start(function: Callable[[Task], None], task: Task) -> None:
     """Run `function` beside the watchdog: it may ask peers, and others' deadlines must not wait."""
-    threading.Thread(target=function, args=(task,), daemon=True).start()
+
+    def run() -> None:
+        try:
+            function(task)
+        except Exception as error:  # whatever it is, nobody may be left waiting
+            _logger.exception("%s could not be diagnosed", task.call)
+            task.owner.give_up(task, CollectiveError(f"{task.call} failed: {error}"))
+
+    threading.Thread(target=run, daemon=True).start()

@@ -220,11 +220,20 @@ class Lane:
                 self.fail(known)
                 error = known
             except Exception as unexpected:  # whatever it is, nobody may be left waiting
-                explained = self.failure or self.hooks.explain(self, job.task, unexpected)
-                explained.__cause__ = unexpected
-                self.fail(explained)
-                error = explained
+                error = self._explain(job.task, unexpected)
+                self.fail(error)
             job.task.settle(error)
+
+    def _explain(self, task: Task, error: Exception) -> CollectiveError:
+        if self.failure is not None:
+            return self.failure
+        try:
+            explained = self.hooks.explain(self, task, error)
+        except Exception:
+            _logger.exception("%s failed, and why could not be found out", task.call)
+            explained = CollectiveError(f"{task.call} failed: {type(error).__name__}: {error}")
+        explained.__cause__ = error
+        return explained
 
     def _refuse_if_failed(self, task: Task) -> None:
         if self.failure is not None:

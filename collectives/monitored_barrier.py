@@ -21,6 +21,7 @@ class MonitoredBarriers:
         self._verdicts: dict[str, str] = {}
         channel.on("arrived", self._on_arrived)
         channel.on("verdict", self._on_verdict)
+        channel.on_lost(self._on_lost)
 
     def wait(
         self,
@@ -55,7 +56,11 @@ class MonitoredBarriers:
                 lambda: key in self._verdicts or self._channel.is_lost(leader),
                 2 * timeout.total_seconds() + 1,
             )
-            verdict = self._verdicts.pop(key, f"rank {leader} did not come to the barrier")
+            verdict = self._verdicts.pop(key, None)
+        if verdict is None and self._channel.is_lost(leader):
+            raise PeerLostError(f"monitored_barrier: the process of rank {leader} has ended")
+        if verdict is None:
+            verdict = f"rank {leader} did not come to monitored_barrier"
         if verdict:
             raise CollectiveTimeoutError(verdict)
 
@@ -90,6 +95,10 @@ class MonitoredBarriers:
             self._arrived.setdefault(meta["key"], set()).add(rank)
             self._changed.notify_all()
         return None
+
+    def _on_lost(self, rank: int) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _on_verdict(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
         with self._changed:

@@ -83,7 +83,7 @@ class PointToPoint:
         for kind, handler in (
             ("offer", self._on_offer),
             ("match", self._on_match),
-            ("go", self._on_go),
+            ("transfer", self._on_transfer),
             ("taken", self._on_taken),
             ("refused", self._on_refused),
             ("withdrawn", self._on_withdrawn),
@@ -196,7 +196,7 @@ class PointToPoint:
         key = (offer.source, offer.identity)
         if self._rank < offer.source:
             with self._lock:  # what is told and what is queued must come in one order
-                self._tell(offer.source, "go", {"id": offer.identity, "sender": offer.source})
+                self._tell(offer.source, "transfer", {"id": offer.identity, "sender": offer.source})
                 self._queue_receive(receive)
         else:
             with self._lock:
@@ -274,11 +274,11 @@ class PointToPoint:
         with self._lock:
             send = self._sends.pop(meta["id"], None)
             if send is not None:
-                self._tell(rank, "go", {"id": send.identity, "sender": self._rank})
+                self._tell(rank, "transfer", {"id": send.identity, "sender": self._rank})
                 self._queue_send(send)
         return None
 
-    def _on_go(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
+    def _on_transfer(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
         """The lower rank has queued a transfer: queue our end of it."""
         with self._lock:
             if meta["sender"] == self._rank:

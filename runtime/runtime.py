@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -113,7 +114,6 @@ def start_runtime(
             store.set("decision", same)
     decision = _get(store, "decision", deadline, "rank 0 to call init_process_group")
     if decision != "new" and old is not None:
-        _join_channels(old.channel, store)
         return old
     if old is not None:
         old.close()
@@ -144,13 +144,20 @@ def _start(
             coordinator.kill()
         store.set("job", f"{secrets.token_hex(16)}|{address}")
     session, _, address = _get(store, "job", deadline, "rank 0 to start the job").partition("|")
-    connection = None
-    if address:
-        _meet(store, rank, world_size, deadline)
-        connection = CoordinatorConnection(CoordinatorAddress.parse(address), rank, _left(deadline))
-    devices = ready_made or create_client(platform, rank, world_size, connection, _left(deadline))
     channel = Channel(rank=rank, host=host, token=session)
-    _join_channels(channel, store)
+    connection = None
+    try:
+        addresses = _meet(store, rank, world_size, channel.address, deadline)
+        channel.resolve = addresses.__getitem__
+        if address:
+            coordinator_address = CoordinatorAddress.parse(address)
+            connection = CoordinatorConnection(coordinator_address, rank, _left(deadline))
+        devices = ready_made or create_client(
+            platform, rank, world_size, connection, _left(deadline)
+        )
+    except BringUpError:
+        channel.close()
+        raise
     runtime = Runtime(
         platform=platform,
         rank=rank,
@@ -165,38 +172,31 @@ def _start(
     return runtime
 
 
-def _meet(store: Any, rank: int, world_size: int, deadline: float) -> None:
-    """Wait until every rank has got this far: jaxlib ends the processes that wait for one in vain.
+def _meet(
+    store: Any, rank: int, world_size: int, own: tuple[str, int], deadline: float
+) -> list[tuple[str, int]]:
+    """Tell all ranks where our channel listens, and learn where theirs do.
+
+    Every rank must get this far before any connects: jaxlib ends the processes that wait for one
+    in vain. And the store is not needed afterwards: the process that serves it may die.
 
     Raises:
         BringUpError: names the ranks that did not come.
     """
-    store.set(f"here/{rank}", "")
+    keys = [f"here/{other}" for other in range(world_size)]
+    store.set(f"here/{rank}", json.dumps(own))
     if rank == 0:
         with contextlib.suppress(RuntimeError):
-            store.wait([f"here/{other}" for other in range(world_size)], _left(deadline))
-            store.set("all here", "")
+            store.wait(keys, _left(deadline))
+            store.set("everybody", json.dumps([json.loads(store.get(key)) for key in keys]))
     with contextlib.suppress(RuntimeError):
-        store.wait(["all here"], _left(deadline))
-        return
-    missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+        store.wait(["everybody"], _left(deadline))
+        return [(host, port) for host, port in json.loads(store.get("everybody"))]
+    missing = [other for other, key in enumerate(keys) if not store.check([key])]
     raise BringUpError(
         f"rank {rank} waited in vain for ranks {missing} to call init_process_group. Look at their "
         f"logs: they have failed, or were never started."
     )
-
-
-def _join_channels(channel: Channel, store: Any) -> None:
-    """Say in `store` where our channel listens, and find the others' there."""
-
-    def resolve(other: int) -> tuple[str, int]:
-        soon = time.monotonic() + 5
-        text = _get(store, f"channel/{other}", soon, f"the address of rank {other}")
-        host, _, port = text.rpartition(":")
-        return host, int(port)
-
-    store.set(f"channel/{channel.rank}", f"{channel.address[0]}:{channel.address[1]}")
-    channel.resolve = resolve
 
 
 def _close_at_exit(runtime: Runtime) -> None:

@@ -36,7 +36,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
         epoch = _agree_on_epoch(
             options.store, options.group_rank, options.group_size, options.timeout
         )
-        store = PrefixStore(epoch, options.store.clone())
+        store = PrefixStore(epoch, options.store)
         runtime = start_runtime(
             store,
             rank=options.group_rank,
@@ -45,9 +45,7 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
             config=read_environment(),
         )
         if _job is None or _job.runtime is not runtime:
-            _job = Job.start(runtime, store)
-        else:
-            _job.engine.store = store
+            _job = Job.start(runtime)
         _job.epoch = epoch
         ranks = list(range(options.group_size))
     if _job is None or _job.runtime is not current_runtime():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from tpu_dist._recorder import Recorder
 from tpu_dist.collectives.engine import Engine
@@ -29,7 +28,7 @@ class Job:
         return self.runtime.rank
 
     @classmethod
-    def start(cls, runtime: Runtime, store: Any) -> Job:
-        """Start the engine of a runtime; `store` is for it alone."""
-        engine = Engine(runtime, store)
+    def start(cls, runtime: Runtime) -> Job:
+        """Start the engine of a runtime."""
+        engine = Engine(runtime)
         return cls(runtime, engine, PointToPoint(engine), MonitoredBarriers(runtime.channel))
