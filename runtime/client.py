@@ -12,6 +12,7 @@ from typing import Any
 from tpu_dist.runtime.coordinator import CoordinatorConnection
 from tpu_dist.runtime.environment import RuntimeConfig
 from tpu_dist.runtime.tpu_environment import read_host_place, tpu_environment
+from tpu_dist.runtime.transport_threads import run_behind_others, thread_ids
 from tpu_dist.topology.chips import find_chips
 from tpu_dist.topology.errors import BringUpError
 
@@ -92,6 +93,7 @@ def create_client(
         jax.config.update("jax_cpu_collectives_implementation", "gloo" if world_size > 1 else None)
         minutes = max(1, int(timeout.total_seconds() // 60))
         jax.config.update("jax_cpu_get_global_topology_timeout_minutes", minutes)
+    threads = thread_ids()
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -99,6 +101,8 @@ def create_client(
             f"rank {rank}: the {platform} client did not start: {error}. On a TPU host, look "
             f"whether another process holds the chip (tpu-info), and whether every rank got here."
         ) from error
+    if platform == "cpu":
+        run_behind_others(thread_ids() - threads)
     return one_device_a_rank(platform, devices, world_size)
 
 
