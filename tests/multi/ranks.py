@@ -27,12 +27,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +58,7 @@ HOST = "127.0.0.1"
 GROUP_TIMEOUT = timedelta(seconds=60)
 STARTUP = timedelta(seconds=60)
 """What starting ranks may take on a busy machine, on top of what they are asked to do."""
-GRACE = timedelta(seconds=5)
+GRACE = timedelta(seconds=3)
 """How long the others may go on after one rank has failed."""
 
 _RANK_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TPU_DIST_PLATFORM": "cpu"}
@@ -143,10 +145,28 @@ def harness_store() -> Store:
     return _store
 
 
+def _end_with_the_parent() -> None:
+    """Sees to it that a test run that is killed leaves no rank, not even a stopped one."""
+    # Only the parent keeps the fork server: it ends with the parent, and takes this rank along.
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # What this rank has started goes as well.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="harness-parent-watch", daemon=True).start()
+
+
 def _set_up(spec: _Spec) -> None:
     global _store
     os.setpgrp()  # what this rank starts is killed with it
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the server's end is ours
+    _end_with_the_parent()
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

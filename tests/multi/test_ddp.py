@@ -417,7 +417,17 @@ def check_builtin_hook(rank: int, name: str, tolerance: dict[str, float]) -> Non
         assert_close(gradients(ddp), reference_gradients(step), **tolerance)
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("ALLREDUCE", EXACT), ("FP16_COMPRESS", HALF)])
+# torch 2.13: the C++ hook wants a future of a C++ group's type, which Python cannot make. The
+# Python hook of the same name (default_hooks.fp16_compress_hook) works.
+needs_a_cpp_future = pytest.mark.xfail(
+    BACKEND != "gloo", reason="a C++ hook takes the futures of C++ groups alone", strict=True
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("ALLREDUCE", EXACT), pytest.param("FP16_COMPRESS", HALF, marks=needs_a_cpp_future)],
+)
 def test_hook_built_into_the_reducer_averages(
     pool2: RankPool, name: str, tolerance: dict[str, float]
 ) -> None:
