@@ -14,6 +14,8 @@ from tpu_dist._group_base import GroupBase
 from tpu_dist._sparse import NUM_SPARSE_STEPS, sparse_sum
 from tpu_dist._validation import (
     check_count,
+    check_output,
+    check_outputs,
     check_rank,
     check_same_dtype,
     check_tensor,
@@ -53,7 +55,7 @@ class CollectiveVerbs(GroupBase):
     def _allreduce(self, tensors: Sequence[Any], opts: Any, timeout: Any) -> Work:
         verb = "all_reduce"
         self._refuse_if_ended(verb)
-        checked = [check_tensor(verb, tensor) for tensor in tensors]
+        checked = [check_output(verb, tensor) for tensor in tensors]
         operations = [self._whole(verb, t, *_reduction(opts, t), None) for t in checked]
         return self._submit(verb, operations, _with(opts, timeout), checked, checked)
 
@@ -65,7 +67,8 @@ class CollectiveVerbs(GroupBase):
         sequences = [self._next_sequence() for _ in range(NUM_SPARSE_STEPS)]
 
         def gather(step: int, source: Tensor, targets: list[Tensor]) -> Operation:
-            return self._exchange(verb, [source] * self.size(), targets, sequence=sequences[step])
+            sources = [source] * self.size()
+            return self._exchange("all_gather", sources, targets, sequence=sequences[step])
 
         steps = sparse_sum(tensor, self.size(), gather)
         return self._submit(verb, steps, opts, [tensor], [tensor])
@@ -74,8 +77,9 @@ class CollectiveVerbs(GroupBase):
         """Reduce over all ranks; the root gets the result, other tensors are left alone."""
         verb = "reduce"
         self._refuse_if_ended(verb)
-        tensor = check_tensor(verb, only(verb, tensors, "tensors"))
         root = self._root(verb, opts)
+        check = check_output if root == self._index else check_tensor
+        tensor = check(verb, only(verb, tensors, "tensors"))
         operation = self._whole(verb, tensor, *_reduction(op or opts, tensor), root)
         return self._submit(verb, [operation], _with(opts, timeout), [tensor], [tensor])
 
@@ -83,8 +87,10 @@ class CollectiveVerbs(GroupBase):
         """Copy the root's tensor into everybody's."""
         verb = "broadcast"
         self._refuse_if_ended(verb)
-        tensor = check_tensor(verb, only(verb, tensors, "tensors"))
-        operation = self._whole(verb, tensor, None, 1.0, self._root(verb, opts))
+        root = self._root(verb, opts)
+        check = check_tensor if root == self._index else check_output
+        tensor = check(verb, only(verb, tensors, "tensors"))
+        operation = self._whole(verb, tensor, None, 1.0, root)
         return self._submit(verb, [operation], _with(opts, timeout), [tensor], [tensor])
 
     def _whole(
@@ -132,7 +138,7 @@ class CollectiveVerbs(GroupBase):
         operations, sources, flat_outputs = [], [], []
         for output_list, source in zip(output_lists, inputs, strict=True):
             source = check_tensor(verb, source, "input")
-            outputs = check_tensors(verb, output_list, "outputs", count=self.size())
+            outputs = check_outputs(verb, output_list, self.size())
             check_same_dtype(verb, outputs[0], source)
             own = outputs[self._index]
             check_count(verb, own, "this rank's output", source.numel(), "as many as in its input")
@@ -155,7 +161,7 @@ class CollectiveVerbs(GroupBase):
         operations, closers = [], []
         for output, source in zip(outputs, inputs, strict=True):
             source = check_tensor(verb, source, "input")
-            output = check_tensor(verb, output, "output")
+            output = check_output(verb, output, "output")
             check_same_dtype(verb, output, source)
             total = source.numel() * self.size()
             check_count(verb, output, "output", total, f"{self.size()} times the input's")
@@ -170,7 +176,7 @@ class CollectiveVerbs(GroupBase):
         verb = "all_to_all"
         self._refuse_if_ended(verb)
         sources = check_tensors(verb, inputs, "inputs", count=self.size())
-        targets = check_tensors(verb, outputs, "outputs", count=self.size())
+        targets = check_outputs(verb, outputs, self.size())
         check_same_dtype(verb, targets[0], sources[0])
         own = sources[self._index].numel()
         check_count(verb, targets[self._index], "this rank's output", own, "as its own input")
@@ -189,7 +195,7 @@ class CollectiveVerbs(GroupBase):
         verb = "all_to_all"
         self._refuse_if_ended(verb)
         source = check_tensor(verb, source, "input")
-        output = check_tensor(verb, output, "output")
+        output = check_output(verb, output, "output")
         check_same_dtype(verb, output, source)
         sends = split_sizes(verb, source, input_splits, self.size(), "input")
         receives = split_sizes(verb, output, output_splits, self.size(), "output")
@@ -208,11 +214,8 @@ class CollectiveVerbs(GroupBase):
         root = self._root(verb, opts)
         targets: list[Tensor | None] = [None] * self.size()
         if self._index == root:
-            listed = check_tensors(
-                verb,
-                only(verb, outputs, "outputs") if outputs else [],
-                "outputs",
-                count=self.size(),
+            listed = check_outputs(
+                verb, only(verb, outputs, "outputs") if outputs else [], self.size()
             )
             check_same_dtype(verb, listed[0], source)
             own = listed[root]
@@ -229,7 +232,7 @@ class CollectiveVerbs(GroupBase):
         """Give each rank its tensor of the root's list."""
         verb = "scatter"
         self._refuse_if_ended(verb)
-        output = check_tensor(verb, only(verb, outputs, "outputs"), "output")
+        output = check_output(verb, only(verb, outputs, "outputs"), "output")
         root = self._root(verb, opts)
         sends: list[Tensor | None] = [None] * self.size()
         if self._index == root:
@@ -253,7 +256,7 @@ class CollectiveVerbs(GroupBase):
         """Reduce the k-th tensors of all lists for rank k; sizes may differ between ranks."""
         verb = "reduce_scatter"
         self._refuse_if_ended(verb)
-        output = check_tensor(verb, only(verb, outputs, "outputs"), "output")
+        output = check_output(verb, only(verb, outputs, "outputs"), "output")
         if inputs and not isinstance(inputs[0], Tensor):
             inputs = only(verb, inputs, "inputs")
         listed = check_tensors(verb, inputs, "inputs", count=self.size())
@@ -273,7 +276,7 @@ class CollectiveVerbs(GroupBase):
         operations = []
         for output, source in zip(outputs, inputs, strict=True):
             source = check_tensor(verb, source, "input")
-            output = check_tensor(verb, output, "output")
+            output = check_output(verb, output, "output")
             total = output.numel() * self.size()
             check_count(verb, source, "input", total, f"{self.size()} times the output's")
             pieces = list(flat(source).split([output.numel()] * self.size()))

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from tpu_dist._collectives import CollectiveVerbs
-from tpu_dist._validation import check_rank, check_tensor, only
+from tpu_dist._validation import check_output, check_rank, check_tensor, only
 from tpu_dist._work import Work
 from tpu_dist.collectives.task import Call
 from tpu_dist.errors import UnsupportedError
@@ -61,7 +61,7 @@ class ProcessGroup(CollectiveVerbs):
         return self._receive("recvAnySource", tensors, None, tag)
 
     def _receive(self, verb: str, tensors: Any, peer: int | None, tag: int) -> Work:
-        tensor = self._message(verb, tensors)
+        tensor = check_output(verb, self._message(verb, tensors))
         task, work = self._begin(
             self._message_call(verb, peer, tag),
             self._timeout,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tpu_dist.collectives.operations import Operation
+from tpu_dist.errors import MismatchError
 
 NUM_SPARSE_STEPS = 3
 
@@ -17,19 +18,28 @@ def sparse_sum(tensor: torch.Tensor, num_ranks: int, gather: Gather) -> Iterator
     """Sum a COO tensor over all ranks, in place.
 
     Args:
-        tensor: sparse_coo, of the same shape on all ranks; entries may differ.
+        tensor: sparse_coo, of the same shape on all ranks; entries may differ. Filled in place.
         num_ranks: of the group.
         gather: makes the all_gather of step 0, 1, ... from a source and one target a rank.
 
     Yields:
         The operations, each to be finished before the next is asked for.
+
+    Raises:
+        MismatchError: the shapes differ; on every rank.
     """
     own = tensor.detach().coalesce()
     indices, values = own.indices(), own.values()
-    count = torch.tensor([own._nnz()])
+    count = torch.tensor([own._nnz(), *own.shape])
     counts = [torch.zeros_like(count) for _ in range(num_ranks)]
     yield gather(0, count, counts)
-    sizes = [int(size) for size in counts]
+    shapes = [tuple(one[1:].tolist()) for one in counts]
+    if len(set(shapes)) > 1:
+        raise MismatchError(
+            f"all_reduce of sparse tensors: the ranks' shapes differ: "
+            f"{', '.join(map(str, shapes))}, in the order of the group's ranks"
+        )
+    sizes = [int(one[0]) for one in counts]
     all_indices = [torch.empty((indices.shape[0], size), dtype=indices.dtype) for size in sizes]
     yield gather(1, indices, all_indices)
     all_values = [torch.empty((size, *values.shape[1:]), dtype=values.dtype) for size in sizes]

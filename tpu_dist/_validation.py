@@ -56,6 +56,29 @@ def check_tensors(
     return checked
 
 
+def check_output(verb: str, tensor: object, role: str = "tensor") -> torch.Tensor:
+    """check_tensor() for one that is written to.
+
+    Raises:
+        ValueError: elements of it share memory.
+    """
+    checked = check_tensor(verb, tensor, role)
+    if any(
+        size > 1 and not step for size, step in zip(checked.shape, checked.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"{verb}: {role} of shape {tuple(checked.shape)} is an expanded view, whose elements "
+            f"share memory; it is written to, so pass a tensor of its own, as .contiguous() makes"
+        )
+    return checked
+
+
+def check_outputs(verb: str, tensors: Sequence[object], count: int) -> list[torch.Tensor]:
+    """check_tensors() for a list that is written to."""
+    checked = check_tensors(verb, tensors, "outputs", count=count)
+    return [check_output(verb, output, "outputs") for output in checked]
+
+
 def only(verb: str, tensors: Any, role: str) -> Any:
     """The one element of a list of one, as c10d passes most tensors; or the thing itself."""
     if isinstance(tensors, (list, tuple)):

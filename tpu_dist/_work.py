@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,10 @@ class Work(dist.Work):
                 raise CollectiveTimeoutError(
                     f"wait({timeout.total_seconds():g} s) gave up: {self._describe()}"
                 )
+        future = self._future
+        if future is not None:  # whoever has waited may look at it at once, as DDP's join does
+            with contextlib.suppress(Exception):
+                future.wait()
         if self._error is not None:
             raise self._error
         return True
