@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tpu_dist.collectives.dtypes import Kind, WireType
 from tpu_dist.collectives.forms import FORMS, Form
-from tpu_dist.collectives.reducers import Reducer
+from tpu_dist.collectives.reducers import REDUCERS, Reducer
 
 MIB = 1 << 20
 _GRAIN = 1024  # elements; chunks that are multiples of it keep the payload's alignment
@@ -24,6 +24,8 @@ class Rule:
         chunk_bytes: what one program moves into a rank at most, all pieces together.
         max_bytes: payloads above take a later rule.
         max_ranks: larger groups take a later rule.
+        commutes: only operations that are commutative to the bit: a product of complex numbers is
+            not, where XLA contracts it.
         power_of_two: only groups of 2**k ranks.
         native: the jax.lax collectives that the form knows; empty: it takes any operation. Only
             dtypes that are not accumulated in a wider one are left to them.
@@ -33,6 +35,7 @@ class Rule:
     chunk_bytes: int
     max_bytes: int | None = None
     max_ranks: int | None = None
+    commutes: bool = False
     power_of_two: bool = False
     native: tuple[str, ...] = ()
 
@@ -43,6 +46,8 @@ class Rule:
         if self.max_ranks is not None and num_ranks > self.max_ranks:
             return False
         if self.power_of_two and num_ranks & (num_ranks - 1):
+            return False
+        if self.commutes and wire.kind is Kind.COMPLEX and reducer == REDUCERS["PRODUCT"]:
             return False
         if not self.native or reducer is None:
             return True
@@ -55,11 +60,17 @@ _ANY = ("psum", "pmin", "pmax")
 
 _CPU: Mapping[str, Sequence[Rule]] = {
     "all_reduce": (
-        Rule(form="doubling", chunk_bytes=4 * MIB, max_ranks=2),
-        Rule(form="doubling", chunk_bytes=4 * MIB, max_bytes=2 * MIB, power_of_two=True),
+        Rule(form="doubling", chunk_bytes=4 * MIB, commutes=True, max_ranks=2),
+        Rule(
+            form="doubling",
+            chunk_bytes=4 * MIB,
+            commutes=True,
+            max_bytes=2 * MIB,
+            power_of_two=True,
+        ),
         # Not MIN and MAX: gloo's lose a NaN, by the order of the ranks.
         Rule(form="native_all_reduce", chunk_bytes=4 * MIB, native=_SUM),
-        Rule(form="doubling", chunk_bytes=4 * MIB, power_of_two=True),
+        Rule(form="doubling", chunk_bytes=4 * MIB, commutes=True, power_of_two=True),
         Rule(form="gather_and_reduce", chunk_bytes=4 * MIB),
     ),
     "all_gather": (Rule(form="spread", chunk_bytes=4 * MIB),),

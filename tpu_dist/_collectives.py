@@ -77,9 +77,8 @@ class CollectiveVerbs(GroupBase):
         """Reduce over all ranks; the root gets the result, other tensors are left alone."""
         verb = "reduce"
         self._refuse_if_ended(verb)
+        tensor = check_output(verb, only(verb, tensors, "tensors"))  # the same on all ranks
         root = self._root(verb, opts)
-        check = check_output if root == self._index else check_tensor
-        tensor = check(verb, only(verb, tensors, "tensors"))
         operation = self._whole(verb, tensor, *_reduction(op or opts, tensor), root)
         return self._submit(verb, [operation], _with(opts, timeout), [tensor], [tensor])
 
@@ -87,9 +86,8 @@ class CollectiveVerbs(GroupBase):
         """Copy the root's tensor into everybody's."""
         verb = "broadcast"
         self._refuse_if_ended(verb)
+        tensor = check_output(verb, only(verb, tensors, "tensors"))  # the same on all ranks
         root = self._root(verb, opts)
-        check = check_tensor if root == self._index else check_output
-        tensor = check(verb, only(verb, tensors, "tensors"))
         operation = self._whole(verb, tensor, None, 1.0, root)
         return self._submit(verb, [operation], _with(opts, timeout), [tensor], [tensor])
 
