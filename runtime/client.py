@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def create_client(
         jax.config.update("jax_cpu_get_global_topology_timeout_minutes", minutes)
     threads = thread_ids()
     try:
-        devices = jax.devices()
+        with _client_threads(_CPU_CLIENT_THREADS):
+            devices = jax.devices()
     except RuntimeError as error:
         raise BringUpError(
             f"rank {rank}: the {platform} client did not start: {error}. On a TPU host, look "
@@ -104,6 +106,25 @@ def create_client(
     if platform == "cpu":
         run_behind_others(thread_ids() - threads)
     return one_device_a_rank(platform, devices, world_size)
+
+
+# A collective that waits for its peers holds a thread of the CPU client's pool. By default it has
+# one for each core: on 2 cores a third group that waits would keep all others from running.
+_CPU_CLIENT_THREADS = 32
+
+
+@contextlib.contextmanager
+def _client_threads(count: int) -> Iterator[None]:
+    """Give the CPU client that is made meanwhile `count` threads: jaxlib reads NPROC, then only."""
+    before = os.environ.get("NPROC")
+    os.environ["NPROC"] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["NPROC"]
+        else:
+            os.environ["NPROC"] = before
 
 
 def one_device_a_rank(platform: str, devices: Any, world_size: int) -> tuple[Any, ...]:
