@@ -18,6 +18,7 @@ from tpu_dist.launch.console import NAME, say
 from tpu_dist.launch.environment import read_environment
 from tpu_dist.launch.errors import LaunchError
 from tpu_dist.launch.refusals import refusal
+from tpu_dist.topology.errors import TpuDistError
 
 # typer has its own click since 0.2x and the user's before: this reaches the class in either.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tpu_dist.launch.run import launch
 
         return launch(config)
-    except LaunchError as error:
+    except TpuDistError as error:
         say(f"error: {error}")
         return USAGE_ERROR_STATUS
     except (KeyboardInterrupt, typer.Abort):  # before the workers exist; later launch() sees to it

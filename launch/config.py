@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from tpu_dist.launch.devices import TpuDevices, scan_devices
 from tpu_dist.launch.entry import Entry, check_entry, entry_kind
 from tpu_dist.launch.environment import PYTHON_EXEC, SETTING_PREFIX, Environment
 from tpu_dist.launch.errors import LaunchError
@@ -28,6 +27,7 @@ from tpu_dist.launch.settings import (
     parse_streams,
 )
 from tpu_dist.launch.worker_count import Host, count_workers
+from tpu_dist.topology.chips import TpuDevices, scan_devices
 
 DEFAULT_MONITOR_INTERVAL = timedelta(seconds=0.1)
 DEFAULT_SHUTDOWN_TIMEOUT = timedelta(seconds=30)

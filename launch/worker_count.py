@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tpu_dist.launch.devices import TpuDevices
 from tpu_dist.launch.settings import Setting
+from tpu_dist.topology.chips import TpuDevices
 
 STAND_IN_WORKERS = 2
 

@@ -14,7 +14,7 @@ from tpu_dist.runtime.coordinator import CoordinatorConnection
 from tpu_dist.runtime.environment import RuntimeConfig
 from tpu_dist.runtime.tpu_environment import read_host_place, tpu_environment
 from tpu_dist.runtime.transport_threads import run_behind_others, thread_ids
-from tpu_dist.topology.chips import find_chips
+from tpu_dist.topology.chips import scan_devices
 from tpu_dist.topology.errors import BringUpError
 
 _logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def choose_platform(config: RuntimeConfig, root: Path = Path("/")) -> str:
     """Return ``tpu`` or ``cpu``: what was asked for, else tpu where this host has chips."""
     if config.platform is not None:
         return config.platform
-    return "tpu" if find_chips(root) is not None else "cpu"
+    return "tpu" if scan_devices(root).chips_on_bus else "cpu"
 
 
 def prepare_tpu(
@@ -36,11 +36,17 @@ def prepare_tpu(
         BringUpError: no chip is there, or the launcher did not say which process this is.
         TopologyError: the numbers of processes and of devices differ.
     """
-    chips = find_chips(root)
-    if chips is None:
+    devices = scan_devices(root)
+    if devices.kind is None or not devices.chips_usable:
         raise BringUpError(
-            "TPU_DIST_PLATFORM=tpu was asked for, but no TPU chip is on this host's PCI bus. Unset "
-            "it to run on the CPU stand-in, or look whether the container has the device nodes."
+            f"the platform is tpu, but this host has no usable TPU chip: {devices.chips_on_bus} "
+            f"are on its PCI bus, {devices.chips_usable} have their files in /dev. Give the "
+            f"container the chips' device files, or set TPU_DIST_PLATFORM=cpu for the CPU stand-in."
+        )
+    if devices.kind.devices_per_chip is None:
+        raise BringUpError(
+            f"how many devices a {devices.kind.name} chip has is not published, so processes "
+            f"cannot be laid on them; this generation is not supported yet."
         )
     if config.local_rank is None or config.local_world_size is None:
         raise BringUpError(
@@ -49,8 +55,8 @@ def prepare_tpu(
         )
     place = read_host_place(
         environ,
-        num_chips=chips.num_chips,
-        devices_per_chip=chips.generation.devices_per_chip,
+        num_chips=devices.chips_usable,
+        devices_per_chip=devices.kind.devices_per_chip,
     )
     return tpu_environment(
         place, local_rank=config.local_rank, local_world_size=config.local_world_size

@@ -1,102 +1,158 @@
-"""The scan of the PCI bus, on file trees that look like hosts."""
+"""The count of TPU devices on fake hosts, and what --nproc-per-node makes of it."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tpu_dist.errors import BringUpError
-from tpu_dist.runtime.client import choose_platform, prepare_tpu
-from tpu_dist.runtime.environment import RuntimeConfig
-from tpu_dist.topology.chips import find_chips
+from tpu_dist.launch.errors import LaunchError
+from tpu_dist.launch.settings import Setting
+from tpu_dist.launch.worker_count import Host, WorkerCount, count_workers
+from tpu_dist.topology.chips import TpuDevices, scan_devices
+from tpu_dist.topology.errors import TopologyError
 
 
-def add_device(
-    root: Path, address: str, *, vendor: str = "0x1ae0", device: str, subsystem: str = "0x0000"
+def add_function(
+    root: Path,
+    address: str,
+    device: str,
+    *,
+    vendor: str = "0x1ae0",
+    subsystem: str = "0x0000",
+    group: int | None = None,
 ) -> None:
-    folder = root / "sys/bus/pci/devices" / address
-    folder.mkdir(parents=True)
-    (folder / "vendor").write_text(vendor + "\n")
-    (folder / "device").write_text(device + "\n")
-    (folder / "subsystem_device").write_text(subsystem + "\n")
+    function = root / "sys/bus/pci/devices" / address
+    function.mkdir(parents=True)
+    (function / "vendor").write_text(f"{vendor}\n")
+    (function / "device").write_text(f"{device}\n")
+    (function / "subsystem_device").write_text(f"{subsystem}\n")
+    if group is not None:
+        (function / "iommu_group").symlink_to(f"../../../kernel/iommu_groups/{group}")
+
+
+def add_node(root: Path, name: str) -> None:
+    node = root / "dev" / name
+    node.parent.mkdir(parents=True, exist_ok=True)
+    node.touch()
+
+
+def vfio_host(root: Path, device: str, *, chips: int, nodes: int, functions: int = 1) -> None:
+    for chip in range(chips):
+        for function in range(functions):
+            add_function(root, f"0000:00:{chip + 4:02x}.{function}", device, group=chip)
+    for node in range(nodes):
+        add_node(root, f"vfio/{node}")
+    add_node(root, "vfio/vfio")
+
+
+def accel_host(root: Path, device: str, subsystem: str, *, chips: int) -> None:
+    for chip in range(chips):
+        add_function(root, f"0000:00:{chip + 4:02x}.0", device, subsystem=subsystem)
+        add_node(root, f"accel{chip}")
+    add_node(root, "accel_not")
+
+
+def v5e(root: Path) -> None:
+    vfio_host(root, "0x0063", chips=8, nodes=8)
+
+
+def v5e_container(root: Path) -> None:
+    vfio_host(root, "0x0063", chips=8, nodes=4)
+
+
+def v4(root: Path) -> None:
+    accel_host(root, "0x005e", "0x0000", chips=4)
+
+
+def v3(root: Path) -> None:
+    accel_host(root, "0x0027", "0x004f", chips=4)
+
+
+def tpu7x(root: Path) -> None:
+    vfio_host(root, "0x0076", chips=4, nodes=4, functions=2)
+
+
+def no_tpu(root: Path) -> None:
+    add_function(root, "0000:00:03.0", "0x0042")  # Google's network device
+    add_function(root, "0000:00:04.0", "0x001f")  # and its storage
+    add_function(root, "0000:00:05.0", "0x0063", vendor="0x10de")
+    (root / "sys/bus/pci/devices/0000:00:06.0").mkdir()
 
 
 @pytest.mark.parametrize(
-    ("device", "subsystem", "name", "devices"),
+    ("host", "kind", "chips", "devices"),
     [
-        ("0x0027", "0x004e", "v2", 8),
-        ("0x0027", "0x004f", "v3", 8),
-        ("0x005e", "0x0000", "v4", 4),
-        ("0x0062", "0x0000", "v5p", 4),
-        ("0x0063", "0x0000", "v5e", 4),
-        ("0x006f", "0x0000", "v6e", 4),
-        ("0x0076", "0x0000", "tpu7x", 8),
+        (v5e, "v5e", 8, 8),
+        (v5e_container, "v5e", 8, 4),
+        (v4, "v4", 4, 4),
+        (v3, "v3", 4, 8),
+        (tpu7x, "tpu7x", 4, 8),
     ],
 )
-def test_each_generation_is_known(
-    tmp_path: Path, device: str, subsystem: str, name: str, devices: int
+def test_devices_are_counted(
+    tmp_path: Path, host: Callable[[Path], None], kind: str, chips: int, devices: int
 ) -> None:
-    for slot in range(4):
-        add_device(tmp_path, f"0000:0{slot}:00.0", device=device, subsystem=subsystem)
-    chips = find_chips(tmp_path)
-    assert chips is not None
-    assert (chips.generation.name, chips.num_chips, chips.num_devices) == (name, 4, devices)
+    host(tmp_path)
+    found = scan_devices(tmp_path)
+    assert found.kind is not None
+    assert (found.kind.name, found.chips_on_bus, found.count) == (kind, chips, devices)
 
 
-def test_functions_of_one_device_are_one_chip(tmp_path: Path) -> None:
-    for slot in range(4):
-        for function in range(2):
-            add_device(tmp_path, f"0000:0{slot}:00.{function}", device="0x0076")
-    chips = find_chips(tmp_path)
-    assert chips is not None and (chips.num_chips, chips.num_devices) == (4, 8)
+def test_other_devices_of_the_vendor_are_no_tpu(tmp_path: Path) -> None:
+    no_tpu(tmp_path)
+    assert scan_devices(tmp_path) == TpuDevices()
+    assert scan_devices(tmp_path / "nowhere") == TpuDevices()
 
 
-def test_devices_behind_other_domains_are_other_chips(tmp_path: Path) -> None:
-    add_device(tmp_path, "0000:05:00.0", device="0x0063")
-    add_device(tmp_path, "0001:05:00.0", device="0x0063")
-    chips = find_chips(tmp_path)
-    assert chips is not None and chips.num_chips == 2
+def test_mixed_generations_are_refused(tmp_path: Path) -> None:
+    add_function(tmp_path, "0000:00:04.0", "0x0063", group=0)
+    add_function(tmp_path, "0000:00:05.0", "0x006f", group=1)
+    with pytest.raises(TopologyError, match=r"several generations on one host \(v5e, v6e\)"):
+        scan_devices(tmp_path)
 
 
-def test_other_hardware_is_passed_over(tmp_path: Path) -> None:
-    add_device(tmp_path, "0000:00:01.0", vendor="0x10de", device="0x0063")  # not Google's
-    add_device(tmp_path, "0000:00:02.0", device="0x0042")  # Google's network card
-    (tmp_path / "sys/bus/pci/devices/0000:00:03.0").mkdir()  # says nothing
-    assert find_chips(tmp_path) is None
+def count(text: str | None, root: Path, *, stand_in: bool = False) -> WorkerCount:
+    host = Host(num_cores=96, devices=scan_devices(root), stand_in=stand_in)
+    return count_workers(None if text is None else Setting(text, "--nproc-per-node"), host)
 
 
-def test_capitals_in_the_ids_do_not_matter(tmp_path: Path) -> None:
-    add_device(tmp_path, "0000:05:00.0", vendor="0x1AE0", device="0x006F")
-    chips = find_chips(tmp_path)
-    assert chips is not None and chips.generation.name == "v6e"
+def test_auto_is_one_worker_per_device(tmp_path: Path) -> None:
+    tpu7x(tmp_path)
+    assert count("auto", tmp_path) == WorkerCount(count=8)
+    assert count("tpu", tmp_path) == WorkerCount(count=8)
+    assert count("8", tmp_path) == count("tpu", tmp_path)
+    assert count(None, tmp_path) == WorkerCount(count=1)
 
 
-def test_a_machine_without_a_pci_bus_has_no_chips(tmp_path: Path) -> None:
-    assert find_chips(tmp_path) is None
+def test_auto_without_a_tpu_is_two_and_says_so(tmp_path: Path) -> None:
+    no_tpu(tmp_path)
+    found = count("auto", tmp_path)
+    assert found.count == 2
+    assert found.notice is not None and "no TPU on this host" in found.notice
+    assert count("64", tmp_path) == WorkerCount(count=64)
+    assert count("cpu", tmp_path) == WorkerCount(count=96)
+    with pytest.raises(LaunchError, match="--nproc-per-node 'tpu': no TPU on this host"):
+        count("tpu", tmp_path)
 
 
-def test_the_platform_is_tpu_where_there_are_chips(tmp_path: Path) -> None:
-    assert choose_platform(RuntimeConfig(), tmp_path) == "cpu"
-    add_device(tmp_path, "0000:05:00.0", device="0x0063")
-    assert choose_platform(RuntimeConfig(), tmp_path) == "tpu"
-    assert choose_platform(RuntimeConfig(platform="cpu"), tmp_path) == "cpu"
+def test_more_workers_than_devices_are_refused(tmp_path: Path) -> None:
+    v4(tmp_path)
+    with pytest.raises(LaunchError, match=r"'5': this host has 4 TPU devices \(4 v4 chips\)"):
+        count("5", tmp_path)
+    assert count("5", tmp_path, stand_in=True) == WorkerCount(count=5)
+    assert count("auto", tmp_path, stand_in=True).count == 2
 
 
-def test_a_tpu_that_is_not_there_is_refused_with_the_cure(tmp_path: Path) -> None:
-    config = RuntimeConfig(platform="tpu", local_rank=0, local_world_size=1)
-    with pytest.raises(BringUpError, match="no TPU chip is on this host's PCI bus. Unset it"):
-        prepare_tpu(config, {}, tmp_path)
+def test_chips_without_their_files_are_no_silent_stand_in(tmp_path: Path) -> None:
+    vfio_host(tmp_path, "0x0062", chips=4, nodes=0)
+    with pytest.raises(LaunchError, match="shows 4 TPU v5p chips, but none of their files"):
+        count("auto", tmp_path)
 
 
-def test_a_process_that_does_not_know_its_place_is_refused(tmp_path: Path) -> None:
-    add_device(tmp_path, "0000:05:00.0", device="0x0063")
-    with pytest.raises(BringUpError, match="LOCAL_RANK and LOCAL_WORLD_SIZE are not set.*torchrun"):
-        prepare_tpu(RuntimeConfig(local_rank=0), {}, tmp_path)
-
-
-def test_the_chips_of_the_bus_decide_what_libtpu_is_told(tmp_path: Path) -> None:
-    for slot in range(4):
-        add_device(tmp_path, f"0000:0{slot}:00.0", device="0x0076")
-    config = RuntimeConfig(local_rank=5, local_world_size=8)
-    variables = prepare_tpu(config, {}, tmp_path)
-    assert variables["TPU_PROCESS_BOUNDS"] == "2,2,1,2"
-    assert variables["TPU_VISIBLE_CHIPS"] == "5"
+def test_chips_of_which_the_device_count_is_unknown_need_a_number(tmp_path: Path) -> None:
+    vfio_host(tmp_path, "0x007c", chips=4, nodes=4)
+    with pytest.raises(LaunchError, match="4 TPU tpu8t chips, .* give a number"):
+        count("auto", tmp_path)
+    assert count("8", tmp_path) == WorkerCount(count=8)
