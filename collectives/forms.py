@@ -144,6 +144,16 @@ def _swap_and_reduce(context: FormContext, operands: Sequence[Array]) -> Sequenc
     return [finish(reducer, context.wire, total, size, jnp)]
 
 
+def _scatter_and_gather(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """all_reduce of n pieces: each rank reduces one, and spreads it; the same bits everywhere.
+
+    Operand k is the piece that the rank k places further on reduces; output k is the piece that
+    the rank k places back has reduced.
+    """
+    (total,) = _swap_and_reduce(context, operands)
+    return [total, *_spread(context, [total])]
+
+
 def _doubling(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
     """all_reduce among 2**k ranks: in each step, ranks twice as far apart swap and combine.
 
@@ -238,6 +248,7 @@ FORMS: Mapping[str, Form] = {
         Form(name="deal", build=_deal, pieces=True),
         Form(name="tree", build=_tree),
         Form(name="swap_and_reduce", build=_swap_and_reduce, pieces=True, own=True),
+        Form(name="scatter_and_gather", build=_scatter_and_gather, pieces=True, own=True),
         Form(name="doubling", build=_doubling),
         Form(name="gather_and_reduce", build=_gather_and_reduce),
         Form(name="bruck", build=_bruck),

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from tpu_dist.collectives.border import carry, flat, raw, to_array, to_tensor
-from tpu_dist.collectives.chunks import Chunk, chunks
+from tpu_dist.collectives.chunks import Chunk, chunks, pieces
 from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, wire_type
 from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
 from tpu_dist.collectives.forms import arrival_step
-from tpu_dist.collectives.plans import choose_plan
+from tpu_dist.collectives.plans import Plan, choose_plan
 from tpu_dist.collectives.programs import Array, Programs
 from tpu_dist.collectives.reducers import Reducer, combine, finish
 
@@ -87,8 +87,8 @@ class _Destination:
 
 def _cut(payload: torch.Tensor | None, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
     """The chunk of a flat payload, padded to the program's size; anything where there is none."""
-    if payload is None or chunk.start >= payload.numel():
-        return torch.empty(chunk.size, dtype=dtype)  # its receiver drops it
+    if payload is None or not chunk.length or chunk.start >= payload.numel():
+        return torch.zeros(chunk.size, dtype=dtype)  # its receiver drops it
     piece = payload[chunk.start : chunk.start + chunk.length]
     if piece.numel() == chunk.size:
         return piece
@@ -176,7 +176,10 @@ class Whole:
             step = arrival_step((members.index - root) % members.num_ranks)
         destination = _Destination(self.tensor)
         target = destination.flat.view(payload.dtype)
-        for chunk in chunks(payload.numel(), plan.chunk_elements):
+        if plan.form.pieces:
+            assert reducer is not None
+            self._reduce_pieces(payload, target, plan, reducer, members)
+        for chunk in () if plan.form.pieces else chunks(payload.numel(), plan.chunk_elements):
             program = members.programs.get(
                 plan.form, size=chunk.size, wire=wire, reducer=reducer, root=root
             )
@@ -186,6 +189,30 @@ class Whole:
                 _store(target, chunk, outputs[step])
         if self.keeps:
             destination.close()
+
+    def _reduce_pieces(
+        self,
+        payload: torch.Tensor,
+        target: torch.Tensor,
+        plan: Plan,
+        reducer: Reducer,
+        members: Members,
+    ) -> None:
+        me, size = members.index, members.num_ranks
+        for cut in pieces(payload.numel(), size, plan.chunk_elements):
+            program = members.programs.get(
+                plan.form, size=cut[0].size, wire=self._wire, reducer=reducer
+            )
+            forwards = [cut[(me + k) % size] for k in range(size)]
+            outputs = program(
+                [
+                    to_array(_cut(payload, piece, payload.dtype), members.device)
+                    for piece in forwards
+                ]
+            )
+            if self.keeps:
+                for k, output in enumerate(outputs):
+                    _store(target, cut[(me - k) % size], output)
 
 
 @dataclass(slots=True, kw_only=True)

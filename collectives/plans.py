@@ -60,18 +60,9 @@ _ANY = ("psum", "pmin", "pmax")
 
 _CPU: Mapping[str, Sequence[Rule]] = {
     "all_reduce": (
-        Rule(form="doubling", chunk_bytes=4 * MIB, commutes=True, max_ranks=2),
-        Rule(
-            form="doubling",
-            chunk_bytes=4 * MIB,
-            commutes=True,
-            max_bytes=2 * MIB,
-            power_of_two=True,
-        ),
-        # Not MIN and MAX: gloo's lose a NaN, by the order of the ranks.
-        Rule(form="native_all_reduce", chunk_bytes=4 * MIB, native=_SUM),
-        Rule(form="doubling", chunk_bytes=4 * MIB, commutes=True, power_of_two=True),
-        Rule(form="gather_and_reduce", chunk_bytes=4 * MIB),
+        Rule(form="doubling", chunk_bytes=2 * MIB, commutes=True, max_ranks=2),
+        Rule(form="doubling", chunk_bytes=2 * MIB, commutes=True, power_of_two=True, max_bytes=MIB),
+        Rule(form="scatter_and_gather", chunk_bytes=8 * MIB),
     ),
     "all_gather": (Rule(form="spread", chunk_bytes=4 * MIB),),
     "reduce_scatter": (Rule(form="swap_and_reduce", chunk_bytes=4 * MIB),),
@@ -137,6 +128,12 @@ def choose_plan(
     rules = PLANS[platform][verb]
     rule = next(rule for rule in rules if rule.fits(num_bytes, num_ranks, wire, reducer))
     form = FORMS[rule.form]
-    shares = num_ranks - 1 if form.pieces or form.name == "spread" else 1
+    shares = (
+        form.num_operands(num_ranks)
+        if form.pieces
+        else num_ranks - 1
+        if form.name == "spread"
+        else 1
+    )
     elements = rule.chunk_bytes // element_bytes // max(1, shares)
     return Plan(form, max(_GRAIN, elements // _GRAIN * _GRAIN))
