@@ -53,9 +53,10 @@ _WARM_UP_RANKS = 16
 _on_lane = threading.local()
 
 
-def is_lane_thread() -> bool:
-    """Whether this is the thread of some lane."""
-    return getattr(_on_lane, "flag", False)
+def current_lane() -> Lane | None:
+    """The lane whose thread this is, if it is one's."""
+    lane: Lane | None = getattr(_on_lane, "lane", None)
+    return lane
 
 
 @dataclass(slots=True)
@@ -198,10 +199,25 @@ class Lane:
     # --- the thread
 
     def _run(self) -> None:
-        _on_lane.flag = True
+        _on_lane.lane = self
         while (job := self._next_job()) is not None:
             self._run_job(job)
             del job  # it holds the caller's tensors
+
+    def help_until(self, done: Callable[[], bool]) -> None:
+        """Run what is queued until `done`; for a callback, on this thread, that waits for a call.
+
+        What it waits for may be behind it in the queue.
+        """
+        while not done():
+            try:
+                job = self._waiting.pop(0) if self._waiting else self._queue.get(timeout=0.002)
+            except queue.Empty:
+                continue
+            if job is None:
+                self._queue.put(None)
+                return
+            self._run_job(job)
 
     def _next_job(self) -> _Job | None:
         return self._waiting.pop(0) if self._waiting else self._queue.get()

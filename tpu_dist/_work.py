@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpu_dist.collectives.lane import is_lane_thread
+from tpu_dist.collectives.lane import current_lane
 from tpu_dist.errors import CollectiveTimeoutError
 
 # For callbacks where no lane runs them: they may block, which the channel's and the watchdog's
@@ -21,7 +22,19 @@ from tpu_dist.errors import CollectiveTimeoutError
 # began on.
 _callbacks = ThreadPoolExecutor(max_workers=64, thread_name_prefix="tpu_dist-callbacks")
 
+_FOR_EVER = timedelta(days=365)
 NO_TIMEOUT = timedelta(0)  # what c10d passes for "wait as long as the group's timeout lets you"
+
+
+class _Future(torch.futures.Future[Any]):
+    """A future that callbacks on a lane's thread may wait for."""
+
+    def wait(self) -> Any:
+        """The value; blocks until it is there."""
+        lane = current_lane()
+        if lane is not None:
+            lane.help_until(self.done)
+        return super().wait()
 
 
 class Work(dist.Work):
@@ -71,7 +84,9 @@ class Work(dist.Work):
             future = self._future
         self._running.release()
         if future is not None:
-            if is_lane_thread():  # in order, so that what callbacks call is in order on all ranks
+            if (
+                current_lane() is not None
+            ):  # in order, so that what callbacks call is in order on all ranks
                 self._fulfil(future)
             else:
                 _callbacks.submit(self._fulfil, future)
@@ -94,6 +109,10 @@ class Work(dist.Work):
             CollectiveError: the call has failed.
         """
         # Without a limit of its own it still ends: the watchdog fails calls that are overdue.
+        lane = None if self._is_done else current_lane()
+        if lane is not None:
+            deadline = time.monotonic() + (timeout or _FOR_EVER).total_seconds()
+            lane.help_until(lambda: self._is_done or time.monotonic() > deadline)
         if not self._is_done:
             if self._running.acquire(
                 timeout=timeout.total_seconds() if timeout > NO_TIMEOUT else -1
@@ -135,7 +154,7 @@ class Work(dist.Work):
         """A future of the list of output tensors."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = _Future()
                 if self._is_done:
                     self._fulfil(self._future)
             return self._future
