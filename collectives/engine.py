@@ -88,6 +88,7 @@ class Engine:
         self._busy.set()
         for lane in list(self._lanes.values()):
             lane.close()
+        self._lanes.clear()  # they hold this engine
         self._thread.join(timeout=5)
 
     # --- the watchdog

@@ -175,6 +175,8 @@ class Channel:
             self._wake()
             self._thread.join(timeout=5)
             self._wake_writer.close()
+            self._handlers.clear()  # what they belong to holds this channel
+            self._lost_callbacks.clear()
 
     # --- connections
 

@@ -74,7 +74,8 @@ class CoordinatorProcess:
                 said = self._log.read().decode(errors="replace")[-2000:] or "nothing"
                 raise BringUpError(
                     f"the coordination service did not start on {self._host} within {seconds:.0f} "
-                    f"s. Its process printed: {said}"
+                    f"s. If that is not an address of this host, correct TPU_DIST_HOST or "
+                    f"MASTER_ADDR. Its process printed: {said}"
                 )
         process.returncode = 0  # it outlives us; without this Popen warns of a child still running
         return CoordinatorAddress(self._host, int(line[0]), int(line[1]))

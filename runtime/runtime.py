@@ -61,12 +61,19 @@ class Runtime:
 
     def close(self) -> None:
         """Stop what runs for this runtime and leave the job; its arrays die with it."""
-        for callback in reversed(self.at_close):
-            callback()
-        self.channel.close()
+        atexit.unregister(self.close_at_exit)
+        self.close_at_exit()
+        self.at_close.clear()  # what they belong to holds this runtime
         if self.connection is not None:
             drop_client()
             self.connection.close()
+
+    def close_at_exit(self) -> None:
+        """Leave no thread in a collective when the interpreter ends: that aborts the process."""
+        if self.process_id == os.getpid():
+            for callback in reversed(self.at_close):
+                callback()
+            self.channel.close()
 
 
 # The PJRT client is one a process by nature; so is its owner.
@@ -104,15 +111,14 @@ def start_runtime(
     else:
         usable = False
     store.set(f"session/{rank}", f"{old.session}" if usable and old is not None else "-")
-    if rank == 0 or world_size == 1:
-        sessions = [
-            _get(store, f"session/{other}", deadline, f"rank {other} to call init_process_group")
-            for other in range(world_size)
-        ]
-        same = sessions[0] if len(set(sessions)) == 1 and sessions[0] != "-" else "new"
-        if rank == 0:
-            store.set("decision", same)
-    decision = _get(store, "decision", deadline, "rank 0 to call init_process_group")
+    if rank == 0:
+        keys = [f"session/{other}" for other in range(world_size)]
+        with contextlib.suppress(RuntimeError):
+            store.wait(keys, _left(deadline))
+            sessions = {bytes(store.get(key)).decode() for key in keys}
+            store.set("decision", "new" if len(sessions) > 1 or "-" in sessions else min(sessions))
+    _await(store, "decision", "session", world_size, deadline)
+    decision = bytes(store.get("decision")).decode()
     if decision != "new" and old is not None:
         return old
     if old is not None:
@@ -167,7 +173,7 @@ def _start(
         channel=channel,
         connection=connection,
     )
-    atexit.register(_close_at_exit, runtime)
+    atexit.register(runtime.close_at_exit)
     _logger.info("rank %d of %d on %s", rank, world_size, devices[rank])
     return runtime
 
@@ -189,22 +195,25 @@ def _meet(
         with contextlib.suppress(RuntimeError):
             store.wait(keys, _left(deadline))
             store.set("everybody", json.dumps([json.loads(store.get(key)) for key in keys]))
+    _await(store, "everybody", "here", world_size, deadline)
+    return [(host, port) for host, port in json.loads(store.get("everybody"))]
+
+
+def _await(store: Any, key: str, steps: str, world_size: int, deadline: float) -> None:
+    """Wait for `key`, which rank 0 sets when every rank r has set `steps`/r.
+
+    Raises:
+        BringUpError: names the ranks that have not.
+    """
+    left = _left(deadline)
     with contextlib.suppress(RuntimeError):
-        store.wait(["everybody"], _left(deadline))
-        return [(host, port) for host, port in json.loads(store.get("everybody"))]
-    missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        store.wait([key], left)
+        return
+    missing = [rank for rank in range(world_size) if not store.check([f"{steps}/{rank}"])]
     raise BringUpError(
-        f"rank {rank} waited in vain for ranks {missing} to call init_process_group. Look at their "
-        f"logs: they have failed, or were never started."
+        f"waited {left.total_seconds():.0f} s for ranks {missing} to call init_process_group, in "
+        f"vain. Look at their logs: they have failed, or were never started."
     )
-
-
-def _close_at_exit(runtime: Runtime) -> None:
-    """Let no thread be left in a collective when the interpreter ends: that aborts the process."""
-    if runtime.process_id == os.getpid() and runtime is _current:
-        for callback in reversed(runtime.at_close):
-            callback()
-        runtime.channel.close()
 
 
 def _devices_of_users_jax(platform: str, rank: int, world_size: int) -> tuple[Any, ...] | None:

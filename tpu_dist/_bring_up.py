@@ -11,7 +11,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tpu_dist._job import Job
 from tpu_dist._process_group import ProcessGroup
+from tpu_dist._work import Work
 from tpu_dist.errors import BringUpError
+from tpu_dist.runtime.client import release_dropped_clients
 from tpu_dist.runtime.environment import read_environment
 from tpu_dist.runtime.runtime import current_runtime, start_runtime
 
@@ -45,7 +47,11 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
             config=read_environment(),
         )
         if _job is None or _job.runtime is not runtime:
+            is_first = _job is None
             _job = Job.start(runtime)
+            if not is_first:
+                Work.forget_recent()  # they hold the last job, and its client
+                release_dropped_clients()
         _job.epoch = epoch
         ranks = list(range(options.group_size))
     if _job is None or _job.runtime is not current_runtime():

@@ -70,7 +70,7 @@ class CollectiveVerbs(GroupBase):
             sources = [source] * self.size()
             return self._exchange("all_gather", sources, targets, sequence=sequences[step])
 
-        steps = sparse_sum(tensor, self.size(), gather)
+        steps = sparse_sum(tensor, self._ranks, gather)
         return self._submit(verb, steps, opts, [tensor], [tensor])
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,12 +14,12 @@ NUM_SPARSE_STEPS = 3
 Gather = Callable[[int, torch.Tensor, list[torch.Tensor]], Operation]
 
 
-def sparse_sum(tensor: torch.Tensor, num_ranks: int, gather: Gather) -> Iterator[Operation]:
+def sparse_sum(tensor: torch.Tensor, ranks: Sequence[int], gather: Gather) -> Iterator[Operation]:
     """Sum a COO tensor over all ranks, in place.
 
     Args:
         tensor: sparse_coo, of the same shape on all ranks; entries may differ. Filled in place.
-        num_ranks: of the group.
+        ranks: global ranks of the group, in its order.
         gather: makes the all_gather of step 0, 1, ... from a source and one target a rank.
 
     Yields:
@@ -31,13 +31,14 @@ def sparse_sum(tensor: torch.Tensor, num_ranks: int, gather: Gather) -> Iterator
     own = tensor.detach().coalesce()
     indices, values = own.indices(), own.values()
     count = torch.tensor([own._nnz(), *own.shape])
-    counts = [torch.zeros_like(count) for _ in range(num_ranks)]
+    counts = [torch.zeros_like(count) for _ in ranks]
     yield gather(0, count, counts)
     shapes = [tuple(one[1:].tolist()) for one in counts]
     if len(set(shapes)) > 1:
         raise MismatchError(
-            f"all_reduce of sparse tensors: the ranks' shapes differ: "
-            f"{', '.join(map(str, shapes))}, in the order of the group's ranks"
+            "all_reduce of sparse tensors of different shapes: "
+            + "; ".join(f"rank {r} has {s}" for r, s in zip(ranks, shapes, strict=True))
+            + ". Nothing was summed."
         )
     sizes = [int(one[0]) for one in counts]
     all_indices = [torch.empty((indices.shape[0], size), dtype=indices.dtype) for size in sizes]

@@ -72,6 +72,11 @@ class Work(dist.Work):
         self._source = -1
         self._recent.append(self)
 
+    @classmethod
+    def forget_recent(cls) -> None:
+        """Let go of the works of a job that has ended."""
+        cls._recent.clear()
+
     # --- for those who run it
 
     def finish(self, error: BaseException | None = None) -> None:

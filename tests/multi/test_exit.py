@@ -1,15 +1,17 @@
 """The end of a process: interpreters of their own, that must end by themselves, and cleanly."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from failures import NOISE
@@ -43,12 +45,112 @@ def all_reduce(numel=3):
 dist.init_process_group("tpu_dist", timeout=timedelta(seconds=40))
 """
 
+# An interpreter that has imported torch, and forks itself for each script that it is sent: a script
+# starts at once, and ends as any other does, by the whole of the interpreter's own finalisation.
+NURSERY = """
+import ctypes, json, os, signal, sys, threading
+import torch, torch.distributed
+
+def reap(pid):
+    _, status = os.waitpid(pid, 0)
+    say({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+def say(what):
+    os.write(1, (json.dumps(what) + "\\n").encode())
+
+def born(order):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.chdir(order["folder"])
+    os.environ.update(order["environment"])
+    torch.set_num_threads(1)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+script = ""
+for line in iter(sys.stdin.readline, ""):
+    order = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        born(order)
+        script = order["script"]
+        break
+    say({"rank": order["rank"], "pid": pid})
+    threading.Thread(target=reap, args=(pid,), daemon=True).start()
+exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+"""
+
+
+class Nursery:
+    """Owner of the interpreter that forks the ranks' interpreters; close() ends them all."""
+
+    def __init__(self) -> None:
+        self._parent = subprocess.Popen(
+            [sys.executable, "-u", "-c", NURSERY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._changed = threading.Condition()
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, rank: int, script: str, folder: Path, log: Path, environment: Any) -> int:
+        """Starts `script` as `rank`; returns the process id."""
+        assert self._parent.stdin is not None
+        order = {
+            "rank": rank,
+            "script": script,
+            "folder": str(folder),
+            "log": str(log),
+            "environment": environment,
+        }
+        self._pids.pop(rank, None)
+        self._parent.stdin.write((json.dumps(order) + "\n").encode())
+        self._parent.stdin.flush()
+        with self._changed:
+            assert self._changed.wait_for(lambda: rank in self._pids, LIMIT), "no process started"
+            return self._pids[rank]
+
+    def code(self, pid: int, seconds: float) -> int | None:
+        """Waits for the exit code of a process; None if it has not ended by then."""
+        with self._changed:
+            self._changed.wait_for(lambda: pid in self._codes, seconds)
+            return self._codes.get(pid)
+
+    def close(self) -> None:
+        self._parent.kill()  # its children go with it
+        self._parent.wait(10)
+
+    def _listen(self) -> None:
+        assert self._parent.stdout is not None
+        for line in self._parent.stdout:
+            said = json.loads(line)
+            with self._changed:
+                if "rank" in said:
+                    self._pids[said["rank"]] = said["pid"]
+                else:
+                    self._codes[said["pid"]] = said["code"]
+                self._changed.notify_all()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
 
 @dataclass
 class Job:
     """Interpreters that run one script, each as one rank."""
 
-    processes: list[subprocess.Popen[bytes]]
+    nursery: Nursery
+    pids: list[int]
     logs: list[Path]
     store: TCPStore
 
@@ -60,11 +162,16 @@ class Job:
         end = time.monotonic() + seconds
         codes = []
         for rank in ranks:
-            try:
-                codes.append(self.processes[rank].wait(max(0.1, end - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"rank {rank} has not ended in {seconds} s; it said:\n{self.said(rank)}")
+            code = self.nursery.code(self.pids[rank], max(0.1, end - time.monotonic()))
+            if code is None:
+                pytest.fail(
+                    f"rank {rank} has not ended in {seconds} s; it said:\n{self.said(rank)}"
+                )
+            codes.append(code)
         return codes
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.pids[rank], number)
 
     def said(self, rank: int) -> str:
         return self.logs[rank].read_text(errors="replace")
@@ -75,29 +182,32 @@ class Job:
             assert not noise, self.said(rank)
 
 
-@contextmanager
-def job(script: str, world_size: int, folder: Path) -> Iterator[Job]:
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    processes, logs = [], []
-    try:
+Start = Callable[[str, int], Job]
+
+
+@pytest.fixture
+def job(nursery: Nursery, tmp_path: Path) -> Iterator[Start]:
+    """Starts job(script, world_size); what is left of it is killed after the test."""
+    started: list[Job] = []
+
+    def start(script: str, world_size: int) -> Job:
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        made = Job(nursery, [], [], store)
+        started.append(made)
         for rank in range(world_size):
-            logs.append(folder / f"rank-{rank}.log")
-            with logs[-1].open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-u", "-c", PROLOGUE + script],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        stdin=subprocess.DEVNULL,
-                        cwd=folder,
-                        env={**os.environ, **environment(rank, world_size, store.port)},
-                    )
-                )
-        yield Job(processes, logs, store)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
+            made.logs.append(tmp_path / f"rank-{rank}.log")
+            variables = environment(rank, world_size, store.port)
+            made.pids.append(
+                nursery.start(rank, PROLOGUE + script, tmp_path, made.logs[-1], variables)
+            )
+        return made
+
+    yield start
+    for made in started:
+        for rank, pid in enumerate(made.pids):
+            if nursery.code(pid, 0) is None:
+                made.signal(rank, signal.SIGKILL)
+                assert nursery.code(pid, 10) is not None
 
 
 def environment(rank: int, world_size: int, port: int) -> Mapping[str, str]:
@@ -115,7 +225,7 @@ def environment(rank: int, world_size: int, port: int) -> Mapping[str, str]:
     }
 
 
-def test_an_exception_on_one_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_ends_the_others_with_its_name(job: Start) -> None:
     script = """
 all_reduce()
 mark("started")
@@ -126,16 +236,16 @@ if rank == 1:
 while True:
     all_reduce(300_000)
 """
-    with job(script, 3, tmp_path) as ranks:
-        ranks.await_mark(1, "started")
-        assert ranks.codes([0, 1, 2]) == [1, 1, 1]
-        assert "LookupError: the data ran out" in ranks.said(1)
-        for rank in (0, 2):
-            assert "PeerLostError" in ranks.said(rank) and "rank 1" in ranks.said(rank)
-        ranks.assert_quiet([0, 1, 2])
+    ranks = job(script, 3)
+    ranks.await_mark(1, "started")
+    assert ranks.codes([0, 1, 2]) == [1, 1, 1]
+    assert "LookupError: the data ran out" in ranks.said(1)
+    for rank in (0, 2):
+        assert "PeerLostError" in ranks.said(rank) and "rank 1" in ranks.said(rank)
+    ranks.assert_quiet([0, 1, 2])
 
 
-def test_ctrl_c_in_a_blocked_collective_is_a_keyboard_interrupt_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_blocked_collective_is_a_keyboard_interrupt_at_once(job: Start) -> None:
     script = """
 all_reduce()
 mark("blocked")
@@ -150,20 +260,20 @@ await_mark(0, "interrupted")
 mark("seen")
 time.sleep(30)
 """
-    with job(script, 2, tmp_path) as ranks:
-        ranks.await_mark(0, "blocked")
-        time.sleep(0.5)
-        sent = time.monotonic()
-        ranks.processes[0].send_signal(signal.SIGINT)
-        ranks.await_mark(1, "seen")
-        assert time.monotonic() - sent < 2
-        assert ranks.codes([0]) == [-signal.SIGINT]
-        assert "KeyboardInterrupt" in ranks.said(0)
-        ranks.assert_quiet([0])
+    ranks = job(script, 2)
+    ranks.await_mark(0, "blocked")
+    time.sleep(0.5)
+    sent = time.monotonic()
+    ranks.signal(0, signal.SIGINT)
+    ranks.await_mark(1, "seen")
+    assert time.monotonic() - sent < 2
+    assert ranks.codes([0]) == [-signal.SIGINT]
+    assert "KeyboardInterrupt" in ranks.said(0)
+    ranks.assert_quiet([0])
 
 
 @pytest.mark.parametrize("last_words", ["", "dist.destroy_process_group()"])
-def test_a_script_that_just_ends_exits_with_zero(last_words: str, tmp_path: Path) -> None:
+def test_a_script_that_just_ends_exits_with_zero(last_words: str, job: Start) -> None:
     script = f"""
 all_reduce()
 dist.barrier()
@@ -176,16 +286,16 @@ else:
 mark("done")
 {last_words}
 """
-    with job(script, 2, tmp_path) as ranks:
-        for rank in (0, 1):
-            ranks.await_mark(rank, "done")
-        assert ranks.codes([0, 1]) == [0, 0]
-        ranks.assert_quiet([0, 1])
-        for rank in (0, 1):
-            assert "Traceback" not in ranks.said(rank) and "Exception" not in ranks.said(rank)
+    ranks = job(script, 2)
+    for rank in (0, 1):
+        ranks.await_mark(rank, "done")
+    assert ranks.codes([0, 1]) == [0, 0]
+    ranks.assert_quiet([0, 1])
+    for rank in (0, 1):
+        assert "Traceback" not in ranks.said(rank) and "Exception" not in ranks.said(rank)
 
 
-def test_exiting_with_calls_under_way_hangs_nobody(tmp_path: Path) -> None:
+def test_exiting_with_calls_under_way_hangs_nobody(job: Start) -> None:
     script = """
 all_reduce()
 work = dist.all_reduce(torch.ones(300_000), async_op=True) if rank == 0 else None
@@ -199,13 +309,13 @@ else:
     mark("left")
 sys.exit(3 + rank)
 """
-    with job(script, 2, tmp_path) as ranks:
-        ranks.await_mark(0, "leaving")
-        assert ranks.codes([0, 1]) == [3, 4]
-        ranks.assert_quiet([0, 1])
+    ranks = job(script, 2)
+    ranks.await_mark(0, "leaving")
+    assert ranks.codes([0, 1]) == [3, 4]
+    ranks.assert_quiet([0, 1])
 
 
-def test_a_callback_that_waits_for_a_peer_does_not_hold_up_the_exit(tmp_path: Path) -> None:
+def test_a_callback_that_waits_for_a_peer_does_not_hold_up_the_exit(job: Start) -> None:
     script = """
 all_reduce()
 work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -223,13 +333,13 @@ work.wait()
 await_mark(0, "waiting")
 time.sleep(20)
 """
-    with job(script, 2, tmp_path) as ranks:
-        ranks.await_mark(0, "waiting")
-        assert ranks.codes([0]) == [5]
-        ranks.assert_quiet([0])
+    ranks = job(script, 2)
+    ranks.await_mark(0, "waiting")
+    assert ranks.codes([0]) == [5]
+    ranks.assert_quiet([0])
 
 
-def test_an_abort_and_an_exit_while_a_peer_is_stopped(tmp_path: Path) -> None:
+def test_an_abort_and_an_exit_while_a_peer_is_stopped(job: Start) -> None:
     script = """
 all_reduce(300_000)
 mark("ready")
@@ -243,19 +353,19 @@ if rank == 0:
         sys.exit(6)
 time.sleep(40)
 """
-    with job(script, 2, tmp_path) as ranks:
-        for rank in (0, 1):
-            ranks.await_mark(rank, "ready")
-        ranks.processes[1].send_signal(signal.SIGSTOP)
-        ranks.store.set("0/go", "1")
-        assert ranks.codes([0]) == [6]
-        assert "CollectiveError group '0' was aborted" in ranks.said(0)
-        ranks.assert_quiet([0])
+    ranks = job(script, 2)
+    for rank in (0, 1):
+        ranks.await_mark(rank, "ready")
+    ranks.signal(1, signal.SIGSTOP)
+    ranks.store.set("0/go", "1")
+    assert ranks.codes([0]) == [6]
+    assert "CollectiveError group '0' was aborted" in ranks.said(0)
+    ranks.assert_quiet([0])
 
 
 @pytest.mark.parametrize("after", [0.05, 0.12])
 def test_a_peer_stopped_while_the_group_connects_does_not_hold_up_the_exit(
-    after: float, tmp_path: Path
+    after: float, job: Start
 ) -> None:
     script = """
 dist.group.WORLD.set_timeout(timedelta(seconds=2))
@@ -264,34 +374,34 @@ mark("connecting")
 await_mark(1 - rank, "connecting")
 all_reduce()
 """
-    with job(script, 2, tmp_path) as ranks:
-        for rank in (0, 1):
-            ranks.await_mark(rank, "connecting")
-        time.sleep(after)
-        ranks.processes[1].send_signal(signal.SIGSTOP)
-        code = ranks.codes([0], 3 + ENDS_SOON)
-        assert code in ([0], [1]), ranks.said(0)  # 0: it was through already
-        if code == [1]:
-            assert "CollectiveTimeoutError" in ranks.said(0)
-        ranks.assert_quiet([0])
+    ranks = job(script, 2)
+    for rank in (0, 1):
+        ranks.await_mark(rank, "connecting")
+    time.sleep(after)
+    ranks.signal(1, signal.SIGSTOP)
+    code = ranks.codes([0], 3 + ENDS_SOON)
+    assert code in ([0], [1]), ranks.said(0)  # 0: it was through already
+    if code == [1]:
+        assert "CollectiveTimeoutError" in ranks.said(0)
+    ranks.assert_quiet([0])
 
 
-def test_a_killed_job_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_a_killed_job_leaves_no_process_behind(job: Start) -> None:
     script = """
 all_reduce()
 mark("ready")
 time.sleep(40)
 """
-    with job(script, 2, tmp_path) as ranks:
-        for rank in (0, 1):
-            ranks.await_mark(rank, "ready")
-        (service,) = children_of(ranks.processes[0].pid)
-        for process in ranks.processes:
-            process.kill()
-        end = time.monotonic() + ENDS_SOON
-        while Path(f"/proc/{service}").exists():
-            assert time.monotonic() < end, "the coordination service outlives its job"
-            time.sleep(0.05)
+    ranks = job(script, 2)
+    for rank in (0, 1):
+        ranks.await_mark(rank, "ready")
+    (service,) = children_of(ranks.pids[0])
+    for rank in (0, 1):
+        ranks.signal(rank, signal.SIGKILL)
+    end = time.monotonic() + ENDS_SOON
+    while Path(f"/proc/{service}").exists():
+        assert time.monotonic() < end, "the coordination service outlives its job"
+        time.sleep(0.05)
 
 
 def children_of(pid: int) -> list[int]:

@@ -16,14 +16,9 @@ LARGE = 300_000
 ReduceOp = dist.ReduceOp
 
 Call = Callable[[], Any]
-Wrong = Callable[[int, int], Call]
-"""The call of a rank, for payloads of about n elements; one rank of three calls another."""
 
-
-def sizes_of(odd: bool, n: int) -> list[int]:
-    return [n, n, n + odd]
-
-
+# The call of each rank, for payloads of about n elements, and what the error says. Of three ranks
+# the last is the odd one, which calls another.
 CASES: dict[str, tuple[Callable[[bool, int], Any], list[str]]] = {
     "shape": (lambda odd, n: dist.all_reduce(torch.ones(n + odd)), ["all_reduce SUM float32"]),
     "order of dims": (
@@ -87,8 +82,7 @@ CASES: dict[str, tuple[Callable[[bool, int], Any], list[str]]] = {
     ),
     "expected sizes": (
         lambda odd, n: dist.all_to_all(
-            [torch.empty(n + (odd and k == 0)) for k in range(3)],
-            [torch.ones(n + (odd and k == 2)) for k in range(3)],
+            [torch.empty(n + (odd and k == 0)) for k in range(3)], [torch.ones(n)] * 3
         ),
         ["sends", "expects"],
     ),

@@ -1,5 +1,6 @@
 """init_process_group again in one process: after an end, after a failure, in another world."""
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -199,21 +200,21 @@ def test_a_rank_that_comes_late_to_the_second_world_is_waited_for() -> None:
     assert min(run_ranks(one_comes_late, 2, init=False)) < 30
 
 
-def leaks(rank: int) -> list[int]:
-    """Open files after each of several worlds that were all new."""
-    import os
-
+def leaks(rank: int) -> list[tuple[int, int]]:
+    """Open files and threads after each of several worlds that were all new."""
     counts = []
-    for round_ in range(4):
+    for round_ in range(5):
         join("own", f"world {round_}", rank, 2)
         all_reduce(numel=LARGE)
         assert dist.group.WORLD is not None
         dist.group.WORLD.abort()  # the next world starts a new client
         dist.destroy_process_group()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return counts
 
 
-def test_worlds_leave_no_open_files_behind() -> None:
+def test_worlds_leave_no_open_files_and_no_threads_behind() -> None:
     for counts in run_ranks(leaks, 2, init=False):
-        assert counts[-1] <= counts[1] + 2, counts
+        files, threads = zip(*counts, strict=True)
+        assert files[-1] <= files[1] + 2, counts
+        assert threads[-1] <= threads[1] + 8, counts

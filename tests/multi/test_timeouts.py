@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from failures import LARGE, Attempt, all_reduce, assert_clean_exit, attempt, await_end
 from ranks import Ranks, gloo_cannot, mark, wait_mark
-from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions
+from torch._C._distributed_c10d import AllreduceOptions
 
 pytestmark = gloo_cannot("its errors do not say who is missing")
 
@@ -200,14 +200,13 @@ def still_works(rank: int) -> None:
 
 
 def sent_with_another_tag(rank: int) -> Attempt | None:
-    set_timeout()
     if rank == 0:
-        works = [dist.isend(torch.ones(5), dst=1, tag=3), dist.isend(torch.ones(2), dst=1, tag=4)]
+        for numel, tag in ((5, 3), (2, 4)):
+            dist.isend(torch.ones(numel), dst=1, tag=tag)
         mark("sent")
         wait_mark(1, "gave up")
-        for work in works:
-            attempt(work.wait)
         return None
+    set_timeout()
     wait_mark(0, "sent")
     result = attempt(lambda: dist.recv(torch.empty(5), src=0, tag=1))
     mark("gave up")
@@ -220,6 +219,7 @@ def test_a_receive_that_times_out_says_which_messages_wait() -> None:
         assert result.error == "CollectiveTimeoutError"
         for words in ("5 elements of float32 with tag 3 from rank 0", "2 elements", "tag 4"):
             assert words in result.text
+        assert_clean_exit(ranks, [0, 1])  # with messages that nobody has received
 
 
 def impatient(rank: int) -> list[Attempt]:
@@ -227,6 +227,10 @@ def impatient(rank: int) -> list[Attempt]:
         wait_mark(0, "impatient")
         all_reduce()
         return []
+    group = dist.group.WORLD
+    assert group is not None
+    for nonsense in (timedelta(0), timedelta(seconds=-1)):
+        assert attempt(lambda t=nonsense: group.set_timeout(t)).error == "ValueError"
     tensor = torch.ones(3)
     work = dist.all_reduce(tensor, async_op=True)
     first = attempt(lambda: work.wait(timedelta(seconds=0.3)))
@@ -278,18 +282,3 @@ def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_whole() -
         ranks.submit(still_works)
         assert all(outcome.ok for outcome in ranks.results(timedelta(seconds=30)))
         assert_clean_exit(ranks, [0, 1, 2, 3])
-
-
-def timeouts_of_options(rank: int) -> None:
-    options = BarrierOptions()
-    options.timeout = timedelta(seconds=30)
-    group = dist.group.WORLD
-    assert group is not None
-    group.barrier(options).wait()
-    for nonsense in (timedelta(0), timedelta(seconds=-1)):
-        assert attempt(lambda t=nonsense: group.set_timeout(t)).error == "ValueError"
-
-
-def test_a_timeout_that_is_none_is_refused() -> None:
-    with Ranks(timeouts_of_options, 2) as ranks:
-        assert all(outcome.ok for outcome in ranks.results(timedelta(seconds=40)))
