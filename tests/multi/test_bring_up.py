@@ -18,9 +18,7 @@ LIMIT = timedelta(seconds=60)
 
 
 def try_to_join(rank: int, seconds: float = 30) -> Any:
-    return attempt(
-        lambda: dist.init_process_group(BACKEND, timeout=timedelta(seconds=seconds))
-    )
+    return attempt(lambda: dist.init_process_group(BACKEND, timeout=timedelta(seconds=seconds)))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,10 @@ def test_jax_initialised_before_on_every_rank_is_said_at_once() -> None:
     with Ranks(everybody_has_jax, 2, init=False) as ranks:
         for outcome in ranks.results(LIMIT):
             assert outcome.ok, outcome.traceback
-            assert outcome.value.error == "BringUpError" and "JAX was initialised" in outcome.value.text
+            assert (
+                outcome.value.error == "BringUpError"
+                and "JAX was initialised" in outcome.value.text
+            )
             assert outcome.value.seconds < 20
 
 

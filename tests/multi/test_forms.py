@@ -45,7 +45,9 @@ def combined(name: str, rows: Sequence[Tensor]) -> Tensor:
         "PRODUCT": lambda: stack.prod(0),
         "MIN": lambda: stack.amin(0),
         "MAX": lambda: stack.amax(0),
-        "BXOR": lambda: stack[0] ^ combined("BXOR", list(stack[1:])) if len(stack) > 1 else stack[0],
+        "BXOR": lambda: (
+            stack[0] ^ combined("BXOR", list(stack[1:])) if len(stack) > 1 else stack[0]
+        ),
     }
     return table[name]().to(stack.dtype)
 
@@ -125,7 +127,9 @@ def run_form(rank: int, form_name: str, size: int, name: str, dtype: torch.dtype
         for one, other in zip(found, expected, strict=True):
             if other is not None:
                 assert_close(one, other, msg=lambda text, w=where: f"{w}: {text}")
-    assert all(t.equal(b) for t, b in zip(tensors, before, strict=True)), "an operand was written to"
+    assert all(t.equal(b) for t, b in zip(tensors, before, strict=True)), (
+        "an operand was written to"
+    )
 
 
 CASES = [

@@ -49,7 +49,7 @@ def test_every_subset_of_ranks_is_a_group(pool4: RankPool, numel: int) -> None:
 
 
 def all_groups_at_once(rank: int) -> None:
-    """Each rank starts its groups' collectives in an order of its own; sets do not wait for sets."""
+    """Each rank starts its groups' collectives in an order of its own; sets wait for no other set."""
     subsets = [list(c) for size in (2, 3, 4) for c in combinations(range(4), size)]
     groups = [dist.new_group(ranks) for ranks in subsets]
     order = [k for k, ranks in enumerate(subsets) if rank in ranks]
@@ -72,7 +72,9 @@ def same_members_three_times(rank: int, numel: int) -> None:
     if rank == 2:
         return
     tensors = [torch.full((numel,), float(k)) for k in range(3)]
-    works = [dist.all_reduce(t, group=g, async_op=True) for t, g in zip(tensors, groups, strict=True)]
+    works = [
+        dist.all_reduce(t, group=g, async_op=True) for t, g in zip(tensors, groups, strict=True)
+    ]
     for k, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         work.wait()
         assert tensor.eq(3 * k).all()

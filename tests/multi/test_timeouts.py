@@ -48,9 +48,7 @@ def wait_for_everybody_else(rank: int, absent: list[int]) -> None:
             wait_mark(other, "gave up")
 
 
-def call_without(
-    rank: int, absent: list[int], verb: str, numel: int, warm: bool
-) -> Attempt | None:
+def call_without(rank: int, absent: list[int], verb: str, numel: int, warm: bool) -> Attempt | None:
     if warm:
         all_reduce()
         all_reduce(numel=numel)

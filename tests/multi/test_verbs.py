@@ -203,9 +203,7 @@ def test_sums_of_every_dtype_by_programs(pool4: RankPool, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
 def test_every_operation_by_programs(pool4: RankPool, dtype: torch.dtype, size: int) -> None:
     pool4(check_operations, size, dtype, OPERATIONS[dtype], 4099)
 
@@ -523,7 +521,9 @@ def one_large_and_the_rest_small(rank: int) -> None:
     joined = torch.empty(sum(table[r][rank] for r in range(4)), 2)
     incoming = [table[r][rank] for r in range(4)]
     dist.all_to_all_single(joined, torch.cat(rows), incoming, table[rank])
-    wanted = torch.cat([values(r * 4 + rank, (n, 2), torch.float32) for r, n in enumerate(incoming)])
+    wanted = torch.cat(
+        [values(r * 4 + rank, (n, 2), torch.float32) for r, n in enumerate(incoming)]
+    )
     assert_same(joined, wanted, "uneven all_to_all_single")
     shares = [values(rank * 4 + r, (counts[r],), torch.float32) for r in range(4)]
     share = torch.empty(counts[rank])
@@ -555,7 +555,9 @@ def coalesced(rank: int, n: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     shapes = [(n,), (2, n), (), (0,), (n + 1,)]
-    inputs = [[values(10 * r + k, s, torch.float32) for k, s in enumerate(shapes)] for r in range(4)]
+    inputs = [
+        [values(10 * r + k, s, torch.float32) for k, s in enumerate(shapes)] for r in range(4)
+    ]
     sums = [torch.stack(each).sum(0) for each in zip(*inputs, strict=True)]
 
     def check(found: list[Tensor], wanted: list[Tensor], what: str) -> None:
@@ -608,7 +610,11 @@ def test_several_tensors_in_one_call(pool4: RankPool, n: int) -> None:
 
 
 def objects(rank: int) -> None:
-    mine = {"rank": rank, "text": "x" * (10 if rank % 2 else 20_000), "tensor": torch.ones(3) * rank}
+    mine = {
+        "rank": rank,
+        "text": "x" * (10 if rank % 2 else 20_000),
+        "tensor": torch.ones(3) * rank,
+    }
     gathered: list[Any] = [None] * 4
     dist.all_gather_object(gathered, mine)
     assert [each["rank"] for each in gathered] == [0, 1, 2, 3]
