@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
