@@ -49,7 +49,7 @@ def test_every_subset_of_ranks_is_a_group(pool4: RankPool, numel: int) -> None:
 
 
 def all_groups_at_once(rank: int) -> None:
-    """Each rank starts its groups' collectives in an order of its own; sets wait for no other set."""
+    """Each rank starts its groups' collectives in its own order; sets wait for no other set."""
     subsets = [list(c) for size in (2, 3, 4) for c in combinations(range(4), size)]
     groups = [dist.new_group(ranks) for ranks in subsets]
     order = [k for k, ranks in enumerate(subsets) if rank in ranks]
