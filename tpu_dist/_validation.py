@@ -63,9 +63,8 @@ def check_output(verb: str, tensor: object, role: str = "tensor") -> torch.Tenso
         ValueError: elements of it share memory.
     """
     checked = check_tensor(verb, tensor, role)
-    if any(
-        size > 1 and not step for size, step in zip(checked.shape, checked.stride(), strict=True)
-    ):
+    steps = zip(checked.shape, checked.stride(), strict=True)
+    if checked.numel() and any(size > 1 and not step for size, step in steps):
         raise ValueError(
             f"{verb}: {role} of shape {tuple(checked.shape)} is an expanded view, whose elements "
             f"share memory; it is written to, so pass a tensor of its own, as .contiguous() makes"

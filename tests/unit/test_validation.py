@@ -115,3 +115,14 @@ def test_without_splits_the_rows_are_dealt_evenly() -> None:
     assert even(6, 5) == [10, 10, 10]
     assert even(0, 5) == [0, 0, 0]
     assert even(3, 0) == [0, 0, 0]
+
+
+def test_an_expanded_output_is_refused() -> None:
+    with pytest.raises(ValueError, match="elements share memory"):
+        validation.check_output("all_reduce", torch.zeros(1).expand(4))
+
+
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 3), (1, 1), ()])
+def test_strides_of_empty_and_single_elements_say_nothing(shape: tuple[int, ...]) -> None:
+    output = torch.zeros(1).as_strided(shape, [0] * len(shape))
+    assert validation.check_output("all_gather", output) is output
