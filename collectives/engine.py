@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -20,6 +21,8 @@ _logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.1  # how late a deadline may be noticed
 PROBE_SECONDS = 3.0  # after this a waiting task asks whether its peers still live
+FINISH_SECONDS = 0.2  # what is queued at the end of the process may still finish in this
+CUT_SECONDS = 2.0  # after a cut, a program returns in milliseconds; while it connects, it may not
 TOLD_SECONDS = 0.5  # a peer that gives up tells why before its connection breaks; usually
 
 
@@ -35,8 +38,10 @@ class Engine:
         self._lock = threading.Lock()
         self._busy = threading.Event()
         self._closed = False
-        self._ready: dict[tuple[int, ...], set[int]] = {}  # by lane, where this rank is its first
-        self._assembled: set[tuple[int, ...]] = set()
+        # By lane: the ports of its members' transports. Those that are ready, where this rank is
+        # the lane's first and counts them; and the ports of all, once all are.
+        self._ready: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        self._assembled: dict[tuple[int, ...], frozenset[int]] = {}
         self._hooks = LaneHooks(
             assemble=self._assemble,
             absent=lambda task: self.absent(task.call),
@@ -86,10 +91,23 @@ class Engine:
             return
         self._closed = True
         self._busy.set()
-        for lane in list(self._lanes.values()):
-            lane.close()
+        self._end(list(self._lanes.values()))
         self._lanes.clear()  # they hold this engine
         self._thread.join(timeout=5)
+
+    @staticmethod
+    def _end(lanes: Sequence[Lane]) -> None:
+        """End the lanes' threads; what is still running then is cut short."""
+        for lane in lanes:
+            lane.end()
+        deadline = time.monotonic() + FINISH_SECONDS
+        running = [lane for lane in lanes if not lane.has_ended(deadline)]
+        for lane in running:
+            lane.fail(CollectiveError("the process group was shut down"))
+        deadline = time.monotonic() + CUT_SECONDS
+        for lane in running:
+            if not lane.has_ended(deadline):
+                lane.park()
 
     # --- the watchdog
 
@@ -122,12 +140,14 @@ class Engine:
 
     # --- the hooks of lanes
 
-    def _assemble(self, lane: Lane, task: Task) -> None:
+    def _assemble(self, lane: Lane, task: Task) -> frozenset[int]:
         """Wait for all of the lane's ranks; its first one counts them. The watchdog ends it."""
+        own_ports = sorted(self.runtime.transport_ports)
         if lane.ranks[0] == self.runtime.rank:
-            self._count(lane.ranks, self.runtime.rank)
+            self._count(lane.ranks, self.runtime.rank, own_ports)
         else:
-            self.runtime.channel.send(lane.ranks[0], "ready", {"lane": lane.name})
+            message = {"lane": lane.name, "ports": own_ports}
+            self.runtime.channel.send(lane.ranks[0], "ready", message)
 
         def all_are_ready() -> bool:
             if lane.failure is not None:
@@ -137,15 +157,17 @@ class Engine:
             return lane.ranks in self._assembled
 
         wait_until(all_are_ready, float("inf"))
+        return self._assembled[lane.ranks]
 
-    def _count(self, ranks: tuple[int, ...], rank: int) -> None:
+    def _count(self, ranks: tuple[int, ...], rank: int, ports: list[int]) -> None:
         with self._lock:
-            ready = self._ready.setdefault(ranks, set())
-            ready.add(rank)
-            complete = ready == set(ranks)
+            ready = self._ready.setdefault(ranks, {})
+            ready[rank] = ports
+            complete = ready.keys() == set(ranks)
         if complete:
-            self._tell(ranks, "go", {"lane": ",".join(map(str, ranks))})
-            self._assembled.add(ranks)
+            every = frozenset(itertools.chain.from_iterable(ready.values()))
+            self._tell(ranks, "go", {"lane": ",".join(map(str, ranks)), "ports": sorted(every)})
+            self._assembled[ranks] = every
 
     def absent(self, call: Call) -> str:
         """Which ranks have not made `call`, and why, in words; asks them, for a second at most."""
@@ -180,11 +202,11 @@ class Engine:
         return {"sequence": progress.sequence, "call": progress.call}
 
     def _on_ready(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
-        self._count(_ranks(meta["lane"]), rank)
+        self._count(_ranks(meta["lane"]), rank, meta["ports"])
         return None
 
     def _on_go(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
-        self._assembled.add(_ranks(meta["lane"]))
+        self._assembled[_ranks(meta["lane"])] = frozenset(meta["ports"])
         return None
 
     def _on_failed(self, rank: int, meta: Meta, body: bytes) -> Meta | None:

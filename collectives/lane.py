@@ -33,8 +33,9 @@ from tpu_dist.collectives.forms import FORMS
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.programs import Programs
 from tpu_dist.collectives.task import Task
+from tpu_dist.runtime.parked_threads import park
 from tpu_dist.runtime.runtime import Runtime
-from tpu_dist.runtime.transport_sockets import connected_sockets, cut
+from tpu_dist.runtime.transport_sockets import TransportConnections
 from tpu_dist.topology.errors import CollectiveError, CollectiveTimeoutError, MismatchError
 
 _logger = logging.getLogger(__name__)
@@ -70,13 +71,14 @@ class LaneHooks:
     """What a lane needs of its owner, the engine.
 
     Attributes:
-        assemble: waits until all of the lane's ranks are ready to connect, for a task.
+        assemble: waits until all of the lane's ranks are ready to connect, for a task; returns the
+            ports on which their transports listen.
         absent: which ranks have not made a task's call, and why, in words.
         explain: what is behind an error of the transport, in words; asks the peers.
         announce: tells the peers that the lane has failed here.
     """
 
-    assemble: Callable[[Lane, Task], None]
+    assemble: Callable[[Lane, Task], frozenset[int]]
     absent: Callable[[Task], str]
     explain: Callable[[Lane, Task, BaseException], CollectiveError]
     announce: Callable[[Lane, CollectiveError], None]
@@ -97,8 +99,8 @@ class Lane:
     failure: CollectiveError | None = field(default=None, init=False)
     _queue: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue, init=False)
     _waiting: list[_Job] = field(default_factory=list, init=False)  # taken from the queue, in order
-    _connected: bool = field(default=False, init=False)
-    _sockets: frozenset[str] = field(default=frozenset(), init=False)
+    _connections: TransportConnections | None = field(default=None, init=False)
+    _is_connected: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
@@ -166,12 +168,12 @@ class Lane:
             if self.failure is not None:
                 return
             self.failure = error
-            sockets = self._sockets
+            connections = self._connections
         self.runtime.healthy = False
         if announce:
             self.hooks.announce(self, error)
-        if sockets:
-            cut(sockets - self.runtime.channel.sockets())
+        if connections is not None:
+            connections.cut()
 
     def expire(self, task: Task) -> None:
         """See Owner: find out who is missing, and fail the lane with that."""
@@ -185,16 +187,20 @@ class Lane:
         self.fail(error)
         task.settle(error)
 
-    def close(self) -> None:
-        """Cut the transport if something is running, end the thread, wait for it."""
-        thread = self._thread
-        if thread is None:
-            return
+    def end(self) -> None:
+        """Have the thread end when it is done with what is queued; returns at once."""
         self._queue.put(None)
-        thread.join(timeout=0.2)
-        if thread.is_alive():
-            self.fail(CollectiveError("the process group was shut down"))
-            thread.join(timeout=5)
+
+    def has_ended(self, deadline: float) -> bool:
+        """Whether the thread has; waits for it until then."""
+        if self._thread is not None:
+            self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        return self._thread is None or not self._thread.is_alive()
+
+    def park(self) -> None:
+        """The thread has not ended, and will not: see that it does no harm."""
+        if self._thread is not None:
+            park(self._thread)
 
     # --- the thread
 
@@ -260,19 +266,18 @@ class Lane:
 
     def _connect(self, task: Task) -> None:
         """Bring the transport up, once: the first program opens its connections."""
-        if self._connected or self.num_ranks == 1:
+        if self._is_connected or self.num_ranks == 1:
             return
-        self.hooks.assemble(self, task)
-        before = connected_sockets()
+        connections = TransportConnections(self.hooks.assemble(self, task))
+        self._connections = connections
         if self.platform == "cpu" and self.num_ranks <= _WARM_UP_RANKS:
             self._warm_up()
         else:
             self._gather(bytearray(envelope_size(self.num_ranks)))
-        with self._lock:
-            self._sockets = connected_sockets() - before
-            self._connected = True
-        if self.failure is not None:
-            cut(self._sockets - self.runtime.channel.sockets())
+        connections.complete()
+        self._is_connected = True
+        if self.failure is not None:  # what has connected since must go the same way
+            connections.cut()
 
     def _warm_up(self) -> None:
         program = self.programs.get(FORMS["swap"], size=_WARM_UP_BYTES, wire=_BYTES)

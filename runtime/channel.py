@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import selectors
 import socket
 import struct
@@ -157,16 +156,6 @@ class Channel:
     def is_lost(self, rank: int) -> bool:
         """Whether the peer's process is known to have ended."""
         return rank in self._lost
-
-    def sockets(self) -> frozenset[str]:
-        """The identities of this channel's connections (as in transport_sockets)."""
-        found = set()
-        for connection in [*self._outgoing.values(), *list(self._readers.values())]:
-            try:
-                found.add(os.readlink(f"/proc/self/fd/{connection.socket.fileno()}"))
-            except OSError:
-                continue
-        return frozenset(found)
 
     def close(self) -> None:
         """End the thread and close all connections; idempotent."""

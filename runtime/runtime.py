@@ -31,6 +31,7 @@ from tpu_dist.runtime.coordinator import (
     CoordinatorProcess,
 )
 from tpu_dist.runtime.environment import RuntimeConfig
+from tpu_dist.runtime.transport_sockets import listening_ports
 from tpu_dist.topology.errors import BringUpError
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Runtime:
     session: str
     channel: Channel
     connection: CoordinatorConnection | None
+    transport_ports: frozenset[int]  # where peers' transports reach this process's
     process_id: int = field(default_factory=os.getpid)
     healthy: bool = True  # False once a transport was cut: the next init starts afresh
     at_close: list[Callable[[], None]] = field(default_factory=list)
@@ -158,6 +160,7 @@ def _start(
         if address:
             coordinator_address = CoordinatorAddress.parse(address)
             connection = CoordinatorConnection(coordinator_address, rank, _left(deadline))
+        older_ports = frozenset() if ready_made else listening_ports()
         devices = ready_made or create_client(
             platform, rank, world_size, connection, _left(deadline)
         )
@@ -172,6 +175,7 @@ def _start(
         session=session,
         channel=channel,
         connection=connection,
+        transport_ports=listening_ports() - older_ports - {channel.address[1]},
     )
     atexit.register(runtime.close_at_exit)
     _logger.info("rank %d of %d on %s", rank, world_size, devices[rank])

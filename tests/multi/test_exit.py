@@ -363,7 +363,7 @@ time.sleep(40)
     ranks.assert_quiet([0])
 
 
-@pytest.mark.parametrize("after", [0.05, 0.12])
+@pytest.mark.parametrize("after", [0.03, 0.06, 0.12])
 def test_a_peer_stopped_while_the_group_connects_does_not_hold_up_the_exit(
     after: float, job: Start
 ) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from tpu_dist.errors import PeerLostError
 from tpu_dist.runtime.channel import Channel
-from tpu_dist.runtime.transport_sockets import connected_sockets, cut
 
 SOON = 5.0  # seconds that anything here may take on a busy machine
 TOKEN = "of this job"
@@ -318,23 +317,3 @@ def test_a_closed_channel_leaves_no_thread_and_no_open_file() -> None:
     for _ in range(5):
         live_and_close()
     assert resources() == before
-
-
-def test_the_sockets_of_a_channel_are_known_and_told_from_others() -> None:
-    with channels(2) as (first, second), socket.create_server(("127.0.0.1", 0)) as server:
-        second.on("who", lambda rank, meta, body: {"name": "second"})
-        ask_who(first, 1)
-        with socket.create_connection(server.getsockname(), SOON) as other:
-            accepted, _ = server.accept()
-            with accepted:
-                ours = first.sockets() | second.sockets()
-                every = connected_sockets()
-                assert ours < every
-                assert os.readlink(f"/proc/self/fd/{other.fileno()}") in every - ours
-                cut(every - ours)
-                assert other.recv(1) == b"" and accepted.recv(1) == b""
-        assert ask_who(first, 1) == "second"
-
-
-def test_cutting_what_has_gone_already_is_no_error() -> None:
-    cut(frozenset({"socket:[1]", "pipe:[2]"}))
