@@ -432,3 +432,33 @@ def check_plain(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_verbs_compile_into_one_graph(pool2: RankPool, name: str) -> None:
     pool2(check_plain, name)
+
+
+def check_breaks(rank: int) -> None:
+    """Verbs that no graph can hold: dynamo calls them, and compiles nothing of what they call."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        dist.broadcast(y, src=0)
+        work = dist.all_reduce(y, async_op=True)
+        assert work is not None
+        work.wait()
+        dist.barrier()
+        return y + 1
+
+    for _ in range(2):
+        names = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any, names: list[str] = names) -> Any:
+            names.append("a graph")
+            return graph.forward
+
+        run = torch.compile(fn, backend=backend)
+        for _ in range(3):
+            assert_close(run(value(rank)), value(0) * 4 + 1, rtol=0, atol=0)
+        assert len(names) == 2, "x * 2, and y + 1"
+        torch._dynamo.reset()  # must not make dynamo forget to keep out
+
+
+def test_verbs_that_break_a_graph_are_left_alone_by_dynamo(pool2: RankPool) -> None:
+    pool2(check_breaks)

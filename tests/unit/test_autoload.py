@@ -69,6 +69,18 @@ def test_importing_the_package_starts_nothing() -> None:
     assert lines(code) == ["False False 1"]
 
 
+def test_a_group_starts_without_all_of_dynamo() -> None:
+    """Its import is seconds of CPU time, in every rank."""
+    code = (
+        f"{IMPORT}; import sys, torch\n"
+        "dist.init_process_group('tpu_dist', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(1)); dist.barrier()\n"
+        "print('torch._dynamo' in sys.modules)\n"
+        "dist.destroy_process_group()"
+    )
+    assert lines(code, TPU_DIST_PLATFORM="cpu") == ["False"]
+
+
 @pytest.mark.parametrize("order", ["torch, tpu_dist", "tpu_dist, torch"])
 def test_with_autoload_off_importing_the_package_is_enough(order: str) -> None:
     code = f"import {order}; import torch.distributed as dist; {SAY}"
