@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -14,6 +13,7 @@ from tpu_dist.collectives.lane import Lane, LaneHooks, wait_until
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.task import Call, Task
 from tpu_dist.runtime.channel import Meta
+from tpu_dist.runtime.links import Links, Switchboard
 from tpu_dist.runtime.runtime import Runtime
 from tpu_dist.topology.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
@@ -38,20 +38,15 @@ class Engine:
         self._lock = threading.Lock()
         self._busy = threading.Event()
         self._closed = False
-        # By lane: the ports of its members' transports. Those that are ready, where this rank is
-        # the lane's first and counts them; and the ports of all, once all are.
-        self._ready: dict[tuple[int, ...], dict[int, list[int]]] = {}
-        self._assembled: dict[tuple[int, ...], frozenset[int]] = {}
+        self._switchboard = Switchboard(runtime.channel)
         self._hooks = LaneHooks(
-            assemble=self._assemble,
+            open_links=self._open_links,
             absent=lambda task: self.absent(task.call),
             explain=self._explain,
             announce=self._announce,
         )
         for kind, handler in (
             ("where", self._on_where),
-            ("ready", self._on_ready),
-            ("go", self._on_go),
             ("failed", self._on_failed),
         ):
             runtime.channel.on(kind, handler)
@@ -93,6 +88,7 @@ class Engine:
         self._busy.set()
         self._end(list(self._lanes.values()))
         self._lanes.clear()  # they hold this engine
+        self._switchboard.close()
         self._thread.join(timeout=5)
 
     @staticmethod
@@ -106,8 +102,9 @@ class Engine:
             lane.fail(CollectiveError("the process group was shut down"))
         deadline = time.monotonic() + CUT_SECONDS
         for lane in running:
-            if not lane.has_ended(deadline):
-                lane.park()
+            lane.has_ended(deadline)
+        for lane in lanes:
+            lane.close()
 
     # --- the watchdog
 
@@ -140,34 +137,16 @@ class Engine:
 
     # --- the hooks of lanes
 
-    def _assemble(self, lane: Lane, task: Task) -> frozenset[int]:
-        """Wait for all of the lane's ranks; its first one counts them. The watchdog ends it."""
-        own_ports = sorted(self.runtime.transport_ports)
-        if lane.ranks[0] == self.runtime.rank:
-            self._count(lane.ranks, self.runtime.rank, own_ports)
-        else:
-            message = {"lane": lane.name, "ports": own_ports}
-            self.runtime.channel.send(lane.ranks[0], "ready", message)
+    def _open_links(self, lane: Lane, task: Task) -> Links:
+        """Links among the lane's ranks; the watchdog ends the wait for them."""
 
-        def all_are_ready() -> bool:
+        def check() -> None:
             if lane.failure is not None:
                 raise lane.failure
             if task.is_settled:
                 raise CollectiveError(f"{task.call} was given up before its ranks had met")
-            return lane.ranks in self._assembled
 
-        wait_until(all_are_ready, float("inf"))
-        return self._assembled[lane.ranks]
-
-    def _count(self, ranks: tuple[int, ...], rank: int, ports: list[int]) -> None:
-        with self._lock:
-            ready = self._ready.setdefault(ranks, {})
-            ready[rank] = ports
-            complete = ready.keys() == set(ranks)
-        if complete:
-            every = frozenset(itertools.chain.from_iterable(ready.values()))
-            self._tell(ranks, "go", {"lane": ",".join(map(str, ranks)), "ports": sorted(every)})
-            self._assembled[ranks] = every
+        return self._switchboard.open(lane.ranks, lane.name, check)
 
     def absent(self, call: Call) -> str:
         """Which ranks have not made `call`, and why, in words; asks them, for a second at most."""
@@ -200,14 +179,6 @@ class Engine:
         if progress is None:
             return {"sequence": 0, "call": ""}
         return {"sequence": progress.sequence, "call": progress.call}
-
-    def _on_ready(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
-        self._count(_ranks(meta["lane"]), rank, meta["ports"])
-        return None
-
-    def _on_go(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
-        self._assembled[_ranks(meta["lane"])] = frozenset(meta["ports"])
-        return None
 
     def _on_failed(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
         kinds = {

@@ -1,9 +1,8 @@
 """The envelope: what each rank says of its call before any payload moves.
 
-Every collective begins with an all-gather of envelopes of one fixed size. So ranks that call
-different things find out, on every rank and by name, instead of hanging, crashing (gloo inside XLA
-ends the process when two sizes differ) or summing apples and pears; small payloads travel inside
-it, and are done.
+Every collective begins with an all-gather of envelopes. So ranks that call different things find
+out, on every rank and by name, instead of hanging, crashing (gloo inside XLA ends the process when
+two sizes differ) or summing apples and pears; small payloads travel inside it, and are done.
 """
 
 from __future__ import annotations
@@ -11,16 +10,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tpu_dist.collectives import dtypes, reducers
 from tpu_dist.topology.errors import MismatchError
 
 INLINE_BYTES = 4096  # payload that fits into an envelope
-_MAX_DIMS = 8
-MAX_OTHERS = 8  # groups with the same members of which calls may wait at once
-_HEADER = struct.Struct(f"<QQ8sBBBBiId{_MAX_DIMS}qI{8 * MAX_OTHERS}s")
+
+# An envelope is a head, the call (what must agree), digests of other groups that wait, the table of
+# sends and receives if the verb has one, and the payload if it is small.
+_HEAD = struct.Struct("<QHHBB")  # sequence, bytes of the call, others, has a table, is inline
+_CALL = struct.Struct("<8sBBBidh")  # group, verb, dtype, reducer, root, factor, dims; then shape
 
 VERBS = (
     "all_reduce",
@@ -69,126 +70,116 @@ class Signature:
 
 @dataclass(slots=True, kw_only=True)
 class Envelope:
-    """One rank's envelope as it arrived."""
+    """One rank's envelope as it arrived.
 
-    group: bytes
+    Attributes:
+        call: what must agree between the ranks, packed.
+        sequence: number of the call in its group on that rank.
+        sends: elements to each group rank, for verbs that exchange pieces.
+        receives: elements expected from each group rank, likewise.
+        is_inline: whether `payload` is all that the rank sends.
+        others: digests of the other groups that have a call waiting there.
+    """
+
+    call: bytes
     sequence: int
-    verb: int
-    dtype: int
-    reducer: int
-    root: int
-    factor: float
-    shape: tuple[int, ...] | None
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     is_inline: bool
     others: frozenset[bytes]
     payload: memoryview = field(repr=False)
 
+    @property
+    def group(self) -> bytes:
+        """Digest of the group that is called."""
+        return self.call[:8]
+
     def describe(self) -> str:
         """The call in the user's words, e.g. ``all_reduce SUM float32 (3, 5)``."""
-        words = [VERBS[self.verb]]
-        if self.reducer:
-            words.append(reducers.NAMES_BY_CODE[self.reducer])
-        if self.factor != 1.0:
-            words.append(f"factor {self.factor:g}")
-        if self.dtype:
-            words.append(dtypes.NAMES_BY_CODE[self.dtype])
-        if self.shape is not None:
-            words.append(str(self.shape))
+        _, verb, dtype, reducer, root, factor, dims = _CALL.unpack_from(self.call)
+        words = [VERBS[verb]]
+        if reducer:
+            words.append(reducers.NAMES_BY_CODE[reducer])
+        if factor != 1.0:
+            words.append(f"factor {factor:g}")
+        if dtype:
+            words.append(dtypes.NAMES_BY_CODE[dtype])
+        if dims >= 0:
+            words.append(str(struct.unpack_from(f"<{dims}q", self.call, _CALL.size)))
         if self.sends:
             words.append(f"sends {list(self.sends)} expects {list(self.receives)}")
-        if self.root >= 0:
-            words.append(f"root {self.root}")
+        if root >= 0:
+            words.append(f"root {root}")
         return " ".join(words)
 
 
-def envelope_size(num_ranks: int) -> int:
-    """Bytes of an envelope in a group of `num_ranks`."""
-    return _HEADER.size + 16 * num_ranks + INLINE_BYTES
-
-
-def pack(
-    signature: Signature, num_ranks: int, payload: bytes | None, others: Sequence[bytes] = ()
-) -> bytearray:
+def pack(signature: Signature, payload: bytes | None, others: Sequence[bytes] = ()) -> bytes:
     """Write an envelope.
 
     Args:
         signature: of the call.
-        num_ranks: of the lane.
         payload: what this rank sends, or None if it is larger than fits.
         others: digests of other groups of the same ranks that have a call waiting here.
     """
-    wire, reducer, shape = signature.wire, signature.reducer, signature.shape
-    dims = -1 if shape is None else len(shape)
-    if dims > _MAX_DIMS:  # long shapes agree if their sizes and a digest do
-        assert shape is not None
-        digest = int.from_bytes(hashlib.sha256(repr(shape).encode()).digest()[:7], "little")
-        total = 1
-        for size in shape:
-            total *= size
-        shape, dims = (total, digest), 2
-    padded = (*(shape or ()), *([0] * _MAX_DIMS))[:_MAX_DIMS]
-    buffer = bytearray(envelope_size(num_ranks))
-    _HEADER.pack_into(
-        buffer,
-        0,
-        signature.sequence,
-        0 if payload is None else 1,
-        group_digest(signature.uid),
-        VERBS.index(signature.verb),
+    call = _pack_call(
+        signature.uid,
+        signature.verb,
+        signature.wire,
+        signature.reducer,
+        signature.root,
+        struct.pack("<d", signature.factor),  # by its bits: NaN agrees with itself
+        signature.shape,
+    )
+    table = signature.sends + signature.receives
+    parts = [
+        _HEAD.pack(signature.sequence, len(call), len(others), bool(table), payload is not None),
+        call,
+        *others,
+    ]
+    if table:
+        parts.append(struct.pack(f"<{len(table)}q", *table))
+    if payload:
+        parts.append(payload)
+    return b"".join(parts)
+
+
+@functools.lru_cache(maxsize=1024)  # a training step makes the same calls again and again
+def _pack_call(
+    uid: str,
+    verb: str,
+    wire: dtypes.WireType | None,
+    reducer: reducers.Reducer | None,
+    root: int | None,
+    factor: bytes,
+    shape: tuple[int, ...] | None,
+) -> bytes:
+    return _CALL.pack(
+        group_digest(uid),
+        VERBS.index(verb),
         wire.code if wire else 0,
         reducer.code if reducer else 0,
-        len(signature.sends) and 1,
-        -1 if signature.root is None else signature.root,
-        dims & 0xFFFFFFFF,
-        signature.factor,
-        *padded,
-        0 if payload is None else len(payload),
-        b"".join(others[:MAX_OTHERS]),
-    )
-    if signature.sends:
-        struct.pack_into(
-            f"<{2 * num_ranks}q", buffer, _HEADER.size, *signature.sends, *signature.receives
-        )
-    if payload:
-        start = _HEADER.size + 16 * num_ranks
-        buffer[start : start + len(payload)] = payload
-    return buffer
+        -1 if root is None else root,
+        *struct.unpack("<d", factor),
+        -1 if shape is None else len(shape),
+    ) + struct.pack(f"<{len(shape or ())}q", *(shape or ()))
 
 
-def unpack(buffer: memoryview, num_ranks: int) -> Envelope:
-    """Read an envelope; its payload is a view of `buffer`."""
-    (sequence, is_inline, group, verb, dtype, reducer, sized, root, dims, factor, *rest) = (
-        _HEADER.unpack_from(buffer, 0)
-    )
-    shape, (payload_bytes, others) = rest[:_MAX_DIMS], rest[_MAX_DIMS:]
-    table: tuple[int, ...] = ()
-    if sized:
-        table = struct.unpack_from(f"<{2 * num_ranks}q", buffer, _HEADER.size)
-    start = _HEADER.size + 16 * num_ranks
+def unpack(block: bytes, num_ranks: int) -> Envelope:
+    """Read an envelope; its payload is a view of `block`."""
+    sequence, call_bytes, num_others, has_table, is_inline = _HEAD.unpack_from(block)
+    others = _HEAD.size + call_bytes
+    table = others + 8 * num_others
+    payload = table + 16 * num_ranks * has_table
+    counts = struct.unpack_from(f"<{2 * num_ranks}q", block, table) if has_table else ()
     return Envelope(
-        group=group,
+        call=block[_HEAD.size : others],
         sequence=sequence,
-        verb=verb,
-        dtype=dtype,
-        reducer=reducer,
-        root=root,
-        factor=factor,
-        shape=None if dims == 0xFFFFFFFF else tuple(shape[:dims]),
-        sends=table[:num_ranks],
-        receives=table[num_ranks:],
+        sends=counts[:num_ranks],
+        receives=counts[num_ranks:],
         is_inline=bool(is_inline),
-        others=frozenset(_digests(others)),
-        payload=buffer[start : start + payload_bytes],
+        others=frozenset(block[k : k + 8] for k in range(others, table, 8)),
+        payload=memoryview(block)[payload:],
     )
-
-
-def _digests(packed: bytes) -> Iterator[bytes]:
-    for start in range(0, len(packed), 8):
-        if packed[start : start + 8] == bytes(8):
-            return
-        yield packed[start : start + 8]
 
 
 def choose_group(envelopes: Sequence[Envelope]) -> bytes | None:
@@ -221,9 +212,11 @@ def check_agreement(
     Raises:
         MismatchError: names who called what.
     """
-    calls: dict[tuple[object, ...], list[int]] = {}
+    calls: dict[bytes, list[int]] = {}
     for rank, envelope in zip(ranks, envelopes, strict=True):
-        calls.setdefault(_what_must_agree(envelope), []).append(rank)
+        # Not the sequence number: it counts a rank's own calls, so it says no more than the order
+        # in which the envelopes meet; and callbacks of futures may be numbered differently on each.
+        calls.setdefault(envelope.call, []).append(rank)
     if len(calls) > 1:
         raise MismatchError(_describe_disagreement(signature, envelopes, ranks, calls))
     for sender, envelope in enumerate(envelopes):
@@ -237,25 +230,11 @@ def check_agreement(
                 )
 
 
-def _what_must_agree(envelope: Envelope) -> tuple[object, ...]:
-    # Not the sequence number: it counts a rank's own calls, so it says no more than the order in
-    # which the envelopes meet; and callbacks of futures may be numbered differently on each rank.
-    return (
-        envelope.group,
-        envelope.verb,
-        envelope.dtype,
-        envelope.reducer,
-        envelope.root,
-        struct.pack("<d", envelope.factor),  # by its bits: NaN agrees with itself
-        envelope.shape,
-    )
-
-
 def _describe_disagreement(
     signature: Signature,
     envelopes: Sequence[Envelope],
     ranks: Sequence[int],
-    calls: dict[tuple[object, ...], list[int]],
+    calls: dict[bytes, list[int]],
 ) -> str:
     by_rank = dict(zip(ranks, envelopes, strict=True))
     own_group = group_digest(signature.uid)

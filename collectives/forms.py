@@ -187,20 +187,6 @@ def _gather_and_reduce(context: FormContext, operands: Sequence[Array]) -> Seque
     return [finish(reducer, context.wire, total, size, jnp)]
 
 
-def _bruck(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
-    """Small arrays of all ranks in ceil(log2 n) steps; output row k is from k places further on."""
-    import jax.numpy as jnp
-
-    size = context.num_ranks
-    rows = operands[0][None]
-    held = 1
-    while held < size:
-        count = min(held, size - held)
-        rows = jnp.concatenate([rows, _shift(rows[:count], -held, size)])
-        held += count
-    return [rows.reshape(-1)]
-
-
 # --- absolute forms
 
 
@@ -251,7 +237,6 @@ FORMS: Mapping[str, Form] = {
         Form(name="scatter_and_gather", build=_scatter_and_gather, pieces=True, own=True),
         Form(name="doubling", build=_doubling),
         Form(name="gather_and_reduce", build=_gather_and_reduce),
-        Form(name="bruck", build=_bruck),
         Form(name="native_all_reduce", build=_native_all_reduce, relative=False),
         Form(name="native_all_gather", build=_native_all_gather, relative=False),
         Form(

@@ -7,6 +7,7 @@ them, and run that first. Different sets of ranks do not wait for each other.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -17,14 +18,13 @@ from typing import Any
 
 import torch
 
-from tpu_dist.collectives.border import to_array, to_tensor
+from tpu_dist.collectives.border import to_array
 from tpu_dist.collectives.dtypes import WIRE_TYPES
 from tpu_dist.collectives.envelope import (
     Envelope,
     Signature,
     check_agreement,
     choose_group,
-    envelope_size,
     group_digest,
     pack,
     unpack,
@@ -33,6 +33,7 @@ from tpu_dist.collectives.forms import FORMS
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.programs import Programs
 from tpu_dist.collectives.task import Task
+from tpu_dist.runtime.links import Links
 from tpu_dist.runtime.parked_threads import park
 from tpu_dist.runtime.runtime import Runtime
 from tpu_dist.runtime.transport_sockets import TransportConnections
@@ -71,14 +72,13 @@ class LaneHooks:
     """What a lane needs of its owner, the engine.
 
     Attributes:
-        assemble: waits until all of the lane's ranks are ready to connect, for a task; returns the
-            ports on which their transports listen.
+        open_links: links the lane's ranks with each other, for a task; waits for them.
         absent: which ranks have not made a task's call, and why, in words.
         explain: what is behind an error of the transport, in words; asks the peers.
         announce: tells the peers that the lane has failed here.
     """
 
-    assemble: Callable[[Lane, Task], frozenset[int]]
+    open_links: Callable[[Lane, Task], Links]
     absent: Callable[[Task], str]
     explain: Callable[[Lane, Task, BaseException], CollectiveError]
     announce: Callable[[Lane, CollectiveError], None]
@@ -99,6 +99,7 @@ class Lane:
     failure: CollectiveError | None = field(default=None, init=False)
     _queue: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue, init=False)
     _waiting: list[_Job] = field(default_factory=list, init=False)  # taken from the queue, in order
+    _links: Links | None = field(default=None, init=False)
     _connections: TransportConnections | None = field(default=None, init=False)
     _is_connected: bool = field(default=False, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -168,10 +169,12 @@ class Lane:
             if self.failure is not None:
                 return
             self.failure = error
-            connections = self._connections
+            links, connections = self._links, self._connections
         self.runtime.healthy = False
         if announce:
             self.hooks.announce(self, error)
+        if links is not None:
+            links.cut()
         if connections is not None:
             connections.cut()
 
@@ -197,10 +200,12 @@ class Lane:
             self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
         return self._thread is None or not self._thread.is_alive()
 
-    def park(self) -> None:
-        """The thread has not ended, and will not: see that it does no harm."""
-        if self._thread is not None:
+    def close(self) -> None:
+        """Let go of the links; the thread must have ended, or will never: it does no harm then."""
+        if self._thread is not None and self._thread.is_alive():
             park(self._thread)
+        elif self._links is not None:
+            self._links.close()
 
     # --- the thread
 
@@ -233,7 +238,7 @@ class Lane:
             error: BaseException | None = None
             try:
                 self._refuse_if_failed(job.task)
-                self._connect(job.task)
+                self._open_links(job.task)
                 for operation in job.operations:
                     self._execute(operation, job)
             except MismatchError as mismatch:  # every rank has the same, and nothing moved
@@ -264,16 +269,21 @@ class Lane:
                 f"{self.failure} Destroy the process group, and initialise it again."
             )
 
-    def _connect(self, task: Task) -> None:
+    def _open_links(self, task: Task) -> None:
+        if self._links is None and self.num_ranks > 1:
+            self._links = self.hooks.open_links(self, task)
+            if self.failure is not None:
+                self._links.cut()
+
+    def _connect(self) -> None:
         """Bring the transport up, once: the first program opens its connections."""
         if self._is_connected or self.num_ranks == 1:
             return
-        connections = TransportConnections(self.hooks.assemble(self, task))
-        self._connections = connections
+        own_ports = json.dumps(sorted(self.runtime.transport_ports)).encode()
+        ports = [port for block in self._all_gather(own_ports) for port in json.loads(block)]
+        connections = self._connections = TransportConnections(frozenset(ports))
         if self.platform == "cpu" and self.num_ranks <= _WARM_UP_RANKS:
             self._warm_up()
-        else:
-            self._gather(bytearray(envelope_size(self.num_ranks)))
         connections.complete()
         self._is_connected = True
         if self.failure is not None:  # what has connected since must go the same way
@@ -295,6 +305,7 @@ class Lane:
         if all(envelope.is_inline for envelope in envelopes):
             operation.finish_inline(envelopes, self)
         else:
+            self._connect()
             operation.run(envelopes, self)
 
     def _give_way(self, job: _Job, group: bytes | None) -> None:
@@ -322,38 +333,21 @@ class Lane:
         return list(dict.fromkeys(digest for digest in digests if digest != own))
 
     def _exchange_envelopes(self, signature: Signature, payload: bytes | None) -> list[Envelope]:
-        size = envelope_size(self.num_ranks)
-        others = self._other_groups(group_digest(signature.uid))
-        own = pack(signature, self.num_ranks, payload, others)
-        rows = memoryview(own) if self.num_ranks == 1 else self._gather(own)
-        arrived = [
-            unpack(rows[place * size : (place + 1) * size], self.num_ranks)
-            for place in range(self.num_ranks)
-        ]
-        # Row k came from the rank k places further on.
-        return [arrived[(rank - self.index) % self.num_ranks] for rank in range(self.num_ranks)]
+        own = pack(signature, payload, self._other_groups(group_digest(signature.uid)))
+        return [unpack(block, self.num_ranks) for block in self._all_gather(own)]
 
-    def _gather(self, own: bytearray) -> memoryview:
-        program = self.programs.get(FORMS["bruck"], size=len(own), wire=_BYTES)
-        (rows,) = program([to_array(torch.frombuffer(own, dtype=torch.uint8), self.device)])
-        return memoryview(to_tensor(rows).numpy())  # type: ignore[arg-type]
+    def _all_gather(self, block: bytes) -> list[bytes]:
+        """Everybody's block, by place in the lane."""
+        return [block] if self._links is None else self._links.all_gather(block)
 
 
-def wait_until(
-    condition: Callable[[], bool], deadline: float, *, every: Callable[[], None] | None = None
-) -> bool:
-    """Poll `condition` with growing pauses up to 20 ms; False if the deadline came first.
-
-    `every` is called about once a second, and may raise to end the wait.
-    """
-    pause, next_check = 0.0002, time.monotonic() + 1.0
+def wait_until(condition: Callable[[], bool], deadline: float) -> bool:
+    """Poll `condition` with growing pauses up to 20 ms; False if the deadline came first."""
+    pause = 0.0002
     while not condition():
         now = time.monotonic()
         if now >= deadline:
             return False
-        if every is not None and now >= next_check:
-            every()
-            next_check = now + 1.0
         time.sleep(min(pause, max(0.0, deadline - now)))
         pause = min(pause * 1.5, 0.02)
     return True

@@ -28,6 +28,7 @@ _logger = logging.getLogger(__name__)
 
 Meta = dict[str, Any]
 Handler = Callable[[int, Meta, bytes], Meta | None]
+LinkHandler = Callable[[int, str, socket.socket, bytes], None]
 
 _FRAME = struct.Struct("!II")
 _MAX_HELLO_BYTES = 4096
@@ -88,6 +89,7 @@ class Channel:
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._handlers: dict[str, Handler] = {"reply": self._on_reply}
+        self._link_handler: LinkHandler | None = None
         self._lost_callbacks: list[Callable[[int], None]] = []
         self._outgoing: dict[int, _Connection] = {}
         self._lost: set[int] = set()
@@ -133,6 +135,25 @@ class Channel:
         if pending:
             self._wake()
 
+    def on_link(self, handler: LinkHandler) -> None:
+        """Call `handler`(peer's rank, name, socket, first bytes) when a peer has opened a link.
+
+        The socket is the handler's then. It runs on the channel's thread.
+        """
+        self._link_handler = handler
+
+    def open_link(self, rank: int, name: str) -> socket.socket:
+        """A connection of its own to a peer's on_link() handler; the caller closes it.
+
+        Raises:
+            PeerLostError: the peer's process has ended or cannot be reached.
+        """
+        with self._connecting:
+            sock = self._dial(rank)
+        sock.sendall(self._hello(link=name))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
     def watch(self, rank: int) -> None:
         """See that on_lost() will tell if `rank` ends, though nothing is sent to it.
 
@@ -166,29 +187,37 @@ class Channel:
             self._wake_writer.close()
             self._handlers.clear()  # what they belong to holds this channel
             self._lost_callbacks.clear()
+            self._link_handler = None
 
     # --- connections
 
     def _connect(self, rank: int) -> _Connection:
         with self._connecting:
-            if rank in self._lost:
-                raise PeerLostError(f"rank {rank} is gone: its process has ended")
-            connection = self._outgoing.get(rank)
+            connection = None if rank in self._lost else self._outgoing.get(rank)
             if connection is not None:
                 return connection
-            address = self.resolve(rank)
-            try:
-                sock = socket.create_connection(address, CONNECT_TIMEOUT.total_seconds())
-            except OSError as error:
-                self._lost.add(rank)
-                raise PeerLostError(
-                    f"rank {rank} is gone: nothing answers at {address[0]}:{address[1]} ({error})"
-                ) from error
-            connection = _Connection(sock, rank)
-            connection.write(_frame("hello", {"token": self._token, "rank": self.rank}, b""))
+            connection = _Connection(self._dial(rank), rank)
+            connection.write(self._hello())
             self._outgoing[rank] = connection
         self._wake()
         return connection
+
+    def _dial(self, rank: int) -> socket.socket:
+        if rank in self._lost:
+            raise PeerLostError(f"rank {rank} is gone: its process has ended")
+        address = self.resolve(rank)
+        try:
+            sock = socket.create_connection(address, CONNECT_TIMEOUT.total_seconds())
+        except OSError as error:
+            self._lost.add(rank)
+            raise PeerLostError(
+                f"rank {rank} is gone: nothing answers at {address[0]}:{address[1]} ({error})"
+            ) from error
+        sock.settimeout(None)
+        return sock
+
+    def _hello(self, **more: str) -> bytes:
+        return _frame("hello", {"token": self._token, "rank": self.rank, **more}, b"")
 
     def _mark_lost(self, rank: int) -> None:
         if self._closed:
@@ -280,8 +309,9 @@ class Channel:
                 self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
+        if self._readers.pop(connection.socket, None) is None:  # handed over
+            return
         self._selector.unregister(connection.socket)
-        self._readers.pop(connection.socket, None)
         connection.socket.close()
         if connection.rank is not None:
             self._ended.add(connection.rank)
@@ -301,6 +331,9 @@ class Channel:
                     self._handle(connection.rank, kind, meta, body)
                 elif kind == "hello" and meta["token"] == self._token:
                     connection.rank = int(meta["rank"])
+                    if "link" in meta:
+                        self._hand_over(connection, meta["link"])
+                        break
                 else:
                     raise ValueError("it came without this job's token")
         except (ValueError, TypeError, KeyError) as error:
@@ -308,6 +341,17 @@ class Channel:
             self._end(connection)
             return False
         return True
+
+    def _hand_over(self, connection: _Connection, name: str) -> None:
+        """It becomes a link: what follows its hello is not for us."""
+        self._selector.unregister(connection.socket)
+        del self._readers[connection.socket]
+        connection.socket.setblocking(True)
+        if self._link_handler is None or connection.rank is None:
+            connection.socket.close()
+        else:
+            received = bytes(connection.received)
+            self._link_handler(connection.rank, name, connection.socket, received)
 
     def _handle(self, rank: int, kind: str, meta: Meta, body: bytes) -> None:
         try:

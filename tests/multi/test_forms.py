@@ -67,8 +67,6 @@ def wanted(form: str, me: int, size: int, root: int, name: str, dtype: torch.dty
         return [whole(source, dtype) if me == root else None for source in back]
     if form == "deal":
         return [piece(root, me, dtype) if source == root else None for source in back]
-    if form == "bruck":
-        return [torch.cat([whole((me + k) % size, dtype) for k in ranks])]
     if form == "native_all_gather":
         return [whole(source, dtype) for source in ranks]
     if form == "native_all_to_all":
@@ -138,7 +136,6 @@ CASES = [
     ("collect", "", torch.int64),
     ("deal", "", torch.float32),
     ("tree", "", torch.uint8),
-    ("bruck", "", torch.uint8),
     ("native_all_gather", "", torch.float32),
     ("native_all_to_all", "", torch.uint8),
     ("swap_and_reduce", "SUM", torch.bfloat16),

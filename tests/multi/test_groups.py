@@ -105,6 +105,20 @@ def test_groups_with_the_same_members_may_be_called_in_any_order(
     pool4(other_order, numel)
 
 
+def twenty_in_opposite_order(rank: int) -> None:
+    groups = [dist.new_group([0, 1, 2, 3]) for _ in range(20)]
+    tensors = [torch.full((3 if k % 4 else 5000,), float(k)) for k in range(20)]
+    order = range(20) if rank % 2 else range(19, -1, -1)
+    works = [dist.all_reduce(tensors[k], group=groups[k], async_op=True) for k in order]
+    for work in works:
+        work.wait()
+    assert all(tensor.eq(4 * k).all() for k, tensor in enumerate(tensors))
+
+
+def test_many_groups_with_the_same_members_may_wait_in_any_order(pool4: RankPool) -> None:
+    pool4(twenty_in_opposite_order)
+
+
 def threads_with_groups(rank: int) -> None:
     """A thread a group, each at its own pace, as data loaders and checkpoints have them."""
     groups = [dist.new_group([0, 1, 2, 3]) for _ in range(4)]

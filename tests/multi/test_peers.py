@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from failures import LARGE, Attempt, all_reduce, assert_clean_exit, attempt, await_end
-from ranks import Ranks, gloo_cannot, mark, wait_mark
+from ranks import Ranks, gloo_cannot, mark, run_ranks, wait_mark
 
 pytestmark = gloo_cannot("its errors do not say whose process has ended")
 
@@ -279,6 +279,38 @@ def test_a_peer_that_is_stopped_for_a_while_is_waited_for() -> None:
         outcomes = ranks.results(LIMIT)
         assert all(outcome.ok for outcome in outcomes), outcomes
         assert_clean_exit(ranks, [0, 1])
+
+
+def abort_beside_others(rank: int) -> bool:
+    """Sockets that the user opens while a group connects are not the group's."""
+    doomed, other = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+    if rank > 0:
+        all_reduce(other, LARGE)
+    server = socket.create_server(("127.0.0.1", 0))
+    users: list[tuple[socket.socket, socket.socket]] = []
+    if rank < 2:
+        work = dist.all_reduce(torch.ones(LARGE), group=doomed, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            users.append((socket.create_connection(server.getsockname()), server.accept()[0]))
+            time.sleep(0.005)
+        work.wait()
+    dist.barrier()
+    if rank == 0:
+        doomed.abort()
+    if rank < 2:
+        result = attempt(lambda: all_reduce(doomed, LARGE))
+        assert "abort" in result.text, result
+    if rank > 0:
+        all_reduce(other, LARGE)
+    for here, there in users:
+        here.sendall(b"x")
+        assert there.recv(1) == b"x"
+    return bool(users)
+
+
+def test_giving_up_a_group_cuts_its_own_connections_alone() -> None:
+    assert run_ranks(abort_beside_others, 4)[:2] == [True, True]
 
 
 def connect_when_told(rank: int) -> Attempt:

@@ -15,7 +15,7 @@ from tpu_dist.collectives.envelope import (
     Envelope,
     Signature,
     check_agreement,
-    envelope_size,
+    choose_group,
     group_digest,
     pack,
     unpack,
@@ -53,7 +53,7 @@ SIGNATURES = st.builds(
 
 
 def arrived(signature: Signature, num_ranks: int = 3, payload: bytes | None = b"") -> Envelope:
-    return unpack(memoryview(pack(signature, num_ranks, payload)), num_ranks)
+    return unpack(pack(signature, payload), num_ranks)
 
 
 def check(*signatures: Signature) -> None:
@@ -76,23 +76,28 @@ def but(**changes: Any) -> Signature:
     return dataclasses.replace(CALL, **changes)
 
 
-@given(SIGNATURES, st.none() | st.binary(max_size=INLINE_BYTES))
-def test_what_is_packed_is_unpacked(signature: Signature, payload: bytes | None) -> None:
-    packed = pack(signature, 5, payload)
-    assert len(packed) == envelope_size(5)
-    envelope = unpack(memoryview(packed), 5)
+@given(
+    SIGNATURES,
+    st.none() | st.binary(max_size=INLINE_BYTES),
+    st.sets(st.binary(min_size=8, max_size=8), max_size=20),
+)
+def test_what_is_packed_is_unpacked(
+    signature: Signature, payload: bytes | None, others: set[bytes]
+) -> None:
+    envelope = unpack(pack(signature, payload, sorted(others)), 5)
     assert envelope.group == group_digest(signature.uid)
     assert envelope.sequence == signature.sequence
-    assert VERBS[envelope.verb] == signature.verb
-    assert envelope.dtype == (signature.wire.code if signature.wire else 0)
-    assert envelope.reducer == (signature.reducer.code if signature.reducer else 0)
-    assert envelope.root == (-1 if signature.root is None else signature.root)
-    assert envelope.factor == signature.factor
     assert (envelope.sends, envelope.receives) == (signature.sends, signature.receives)
     assert envelope.is_inline == (payload is not None)
     assert bytes(envelope.payload) == (payload or b"")
-    if signature.shape is None or len(signature.shape) <= 8:
-        assert envelope.shape == signature.shape
+    assert envelope.others == others
+    described = envelope.describe()
+    said = [signature.verb]
+    said += [signature.wire.name] if signature.wire else []
+    said += [signature.reducer.name] if signature.reducer else []
+    said += [f"root {signature.root}"] if signature.root is not None else []
+    said += [str(signature.shape)] if signature.shape is not None else []
+    assert all(word in described for word in said), described
 
 
 @given(SIGNATURES)
@@ -157,7 +162,7 @@ def test_a_factor_that_is_no_number_is_the_same_on_all_ranks() -> None:
     check(*[but(reducer=REDUCERS["PREMUL_SUM"], factor=float("nan"))] * 3)
 
 
-def test_shapes_longer_than_an_envelope_holds_agree_and_disagree() -> None:
+def test_long_shapes_agree_and_disagree() -> None:
     long = but(shape=(1, 2, 1, 1, 3, 1, 1, 1, 1, 2))
     check(long, long, long)
     with pytest.raises(MismatchError, match="rank 9 called"):
@@ -194,6 +199,18 @@ def exchanges(sent: list[list[int]], expected: list[list[int]]) -> list[Signatur
     ]
 
 
-def test_all_envelopes_of_a_group_have_one_size() -> None:
-    full = pack(CALL, 3, b"x" * INLINE_BYTES)
-    assert len(full) == len(pack(CALL, 3, None)) == len(pack(CALL, 3, b"")) == envelope_size(3)
+UIDS = [f"epoch/{number}" for number in range(30)]
+
+
+def standing_at(current: int, *waiting: int) -> Envelope:
+    others = [group_digest(UIDS[number]) for number in waiting]
+    return unpack(pack(but(uid=UIDS[current]), b"", others), 3)
+
+
+def test_a_group_that_waits_on_every_rank_is_chosen() -> None:
+    assert choose_group([standing_at(0, 1), standing_at(1, 2), standing_at(3, 2, 1)]) == (
+        group_digest(UIDS[1])
+    )
+    assert choose_group([standing_at(0, 1), standing_at(1), standing_at(2)]) is None
+    many = range(1, 30)
+    assert choose_group([standing_at(0, *many), standing_at(29)]) == group_digest(UIDS[29])
