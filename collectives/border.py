@@ -1,15 +1,18 @@
 """The border between torch tensors and jax arrays: the one place where data crosses.
 
-CPU tensors enter through DLPack without a copy and leave with one. Inside, a payload is flat.
+CPU tensors enter the CPU platform without a copy, through DLPack, and leave with one. Inside, a
+payload is flat.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import ml_dtypes  # noqa: F401  gives numpy the narrow floats' names
+import numpy as np
 import torch
 from torch._C import _to_dlpack
-from torch.utils.dlpack import from_dlpack
 
 from tpu_dist.collectives.dtypes import WireType
 
@@ -36,7 +39,19 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor, device: Any) -> Array:
-    """A flat CPU tensor as an array on `device`; shares its memory, so keep it until it is read."""
+    """A flat CPU tensor as an array on `device`; keep the tensor until the array has been read.
+
+    On the CPU platform it shares the tensor's memory.
+    """
+    return (_share if device.platform == "cpu" else _upload)(tensor, device)
+
+
+def copy_out(array: Array, target: torch.Tensor, device: Any) -> None:
+    """Fill a flat CPU tensor from the start of an array of this process, which is ready."""
+    (_copy_memory if device.platform == "cpu" else _download)(array, target)
+
+
+def _share(tensor: torch.Tensor, device: Any) -> Array:
     from jaxlib import _jax
 
     if tensor.data_ptr() % ALIGNMENT:
@@ -45,6 +60,19 @@ def to_array(tensor: torch.Tensor, device: Any) -> Array:
     return _jax.dlpack_managed_tensor_to_buffer(_to_dlpack(tensor), device, None)
 
 
-def to_tensor(array: Array) -> torch.Tensor:
-    """An array of this process as a CPU tensor that shares its memory; do not write to it."""
-    return from_dlpack(array.__dlpack__())
+def _upload(tensor: torch.Tensor, device: Any) -> Array:
+    import jax
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    host = raw(tensor).numpy().view(name)  # torch has no numpy() for the narrow floats
+    with jax.enable_x64(True):  # 64-bit dtypes stay what they are
+        return jax.device_put(host, device)
+
+
+def _copy_memory(array: Array, target: torch.Tensor) -> None:
+    ctypes.memmove(target.data_ptr(), array.unsafe_buffer_pointer(), target.nbytes)
+
+
+def _download(array: Array, target: torch.Tensor) -> None:
+    host = np.array(array).view(np.uint8)
+    raw(target).copy_(torch.from_numpy(host)[: target.nbytes])

@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401  gives numpy the narrow floats' names
 import numpy as np
 import torch
 
-from tpu_dist.collectives.border import carry, flat, raw, to_array, to_tensor
+from tpu_dist.collectives.border import carry, copy_out, flat, raw, to_array
 from tpu_dist.collectives.chunks import Chunk, chunks, pieces
 from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, wire_type
 from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
@@ -186,7 +186,7 @@ class Whole:
             operand = to_array(_cut(payload, chunk, payload.dtype), members.device)
             outputs = program([operand])
             if self.keeps:
-                _store(target, chunk, outputs[step])
+                _store(target, chunk, outputs[step], members)
         if self.keeps:
             destination.close()
 
@@ -212,7 +212,7 @@ class Whole:
             )
             if self.keeps:
                 for k, output in enumerate(outputs):
-                    _store(target, cut[(me - k) % size], output)
+                    _store(target, cut[(me - k) % size], output, members)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -326,7 +326,7 @@ class Exchange:
             for rank, output in zip(backwards, outputs, strict=True):
                 target = targets[rank]
                 if target is not None and rank != me:
-                    _store(target, chunk, output)
+                    _store(target, chunk, output, members)
 
     def _reduce_scatter(self, largest: int, members: Members) -> None:
         me, size = members.index, members.num_ranks
@@ -351,7 +351,7 @@ class Exchange:
                 to_array(_cut(pieces[rank], chunk, wire.carrier), members.device) for rank in order
             ]
             (output,) = program(operands)
-            _store(target, chunk, output)
+            _store(target, chunk, output, members)
         destination.close()
 
 
@@ -377,10 +377,10 @@ def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
     destination.close()
 
 
-def _store(target: torch.Tensor, chunk: Chunk, output: Array) -> None:
-    """Copy a program's output into its place; it may be shorter than the chunk."""
+def _store(target: torch.Tensor, chunk: Chunk, output: Array, members: Members) -> None:
+    """Copy a program's output into its place, which may be shorter at the end, or empty."""
     place = target[chunk.start : chunk.start + chunk.length]
-    place.copy_(to_tensor(output)[: place.numel()])
+    copy_out(output, place, members.device)
 
 
 def _reduce_rows(rows: Sequence[memoryview], wire: WireType, reducer: Reducer) -> torch.Tensor:

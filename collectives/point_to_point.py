@@ -31,7 +31,7 @@ from tpu_dist.topology.errors import (
     PeerLostError,
 )
 
-EAGER_BYTES = 64 << 10
+EAGER_BYTES = 256 << 10
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ def wanted(form: str, me: int, size: int, root: int, name: str, dtype: torch.dty
 
 
 def run_form(rank: int, form_name: str, size: int, name: str, dtype: torch.dtype) -> None:
-    from tpu_dist.collectives.border import carry, to_array, to_tensor
+    from tpu_dist.collectives.border import carry, copy_out, to_array
     from tpu_dist.collectives.dtypes import wire_type
     from tpu_dist.collectives.forms import FORMS, arrival_step
     from tpu_dist.collectives.programs import Programs
@@ -113,7 +113,10 @@ def run_form(rank: int, form_name: str, size: int, name: str, dtype: torch.dtype
             root=root if form_name in ROOTED else None,
         )
         outputs = program([to_array(carry(t, wire), runtime.device) for t in tensors])
-        found = [to_tensor(output).view(dtype) for output in outputs]
+        found = []
+        for output in outputs:
+            found.append(torch.empty(output.size, dtype=dtype))
+            copy_out(output, carry(found[-1], wire), runtime.device)
         where = f"{form_name} {name} of {dtype}, rank {me} of {size}, root {root}"
         if form_name == "tree":
             if me != root:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytestmark = gloo_cannot("some of this blocks it for ever, or ends its process")
 
-EAGER = (64 << 10) // 4
+EAGER = (256 << 10) // 4
 """Elements of float32 that travel in the offer itself."""
 LARGE = 300_000
 HUGE = (9 << 20) // 4 + 3
