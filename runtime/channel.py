@@ -70,7 +70,10 @@ class _Connection:
 
 
 class Channel:
-    """This process's end; close() ends its thread. All methods may be called from any thread."""
+    """This process's end; close() ends its thread. All methods may be called from any thread.
+
+    What peers say before serve() waits for it.
+    """
 
     resolve: Callable[[int], tuple[str, int]]
     """Returns the (host, port) where another rank's channel listens; to be set before any send."""
@@ -96,6 +99,7 @@ class Channel:
         self._connecting = threading.Lock()
         self._requests: dict[int, tuple[int, Future[Meta]]] = {}  # by number: who was asked
         self._request_ids = itertools.count()
+        self._is_serving = False
         self._closed = False
         # Changed by the channel's thread only:
         self._readers: dict[socket.socket, _Connection] = {}
@@ -104,10 +108,14 @@ class Channel:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="tpu_dist-channel", daemon=True)
         self._thread.start()
+
+    def serve(self) -> None:
+        """Hear what peers say; to be called when all handlers are there."""
+        self._is_serving = True
+        self._wake()
 
     def on(self, kind: str, handler: Handler) -> None:
         """Call `handler`(sender's rank, meta, body) for messages of `kind`.
@@ -241,7 +249,11 @@ class Channel:
     # --- the thread
 
     def _run(self) -> None:
+        is_accepting = False
         while not self._closed:
+            if self._is_serving and not is_accepting:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+                is_accepting = True
             for rank, connection in list(self._outgoing.items()):
                 if rank not in self._lost:
                     self._follow(connection)
@@ -347,11 +359,9 @@ class Channel:
         self._selector.unregister(connection.socket)
         del self._readers[connection.socket]
         connection.socket.setblocking(True)
-        if self._link_handler is None or connection.rank is None:
-            connection.socket.close()
-        else:
-            received = bytes(connection.received)
-            self._link_handler(connection.rank, name, connection.socket, received)
+        assert self._link_handler is not None and connection.rank is not None
+        received = bytes(connection.received)
+        self._link_handler(connection.rank, name, connection.socket, received)
 
     def _handle(self, rank: int, kind: str, meta: Meta, body: bytes) -> None:
         try:

@@ -31,4 +31,6 @@ class Job:
     def start(cls, runtime: Runtime) -> Job:
         """Start the engine of a runtime."""
         engine = Engine(runtime)
-        return cls(runtime, engine, PointToPoint(engine), MonitoredBarriers(runtime.channel))
+        job = cls(runtime, engine, PointToPoint(engine), MonitoredBarriers(runtime.channel))
+        runtime.channel.serve()
+        return job

@@ -25,6 +25,7 @@ def connect(*channels: Channel) -> None:
     addresses = {channel.rank: channel.address for channel in channels}
     for channel in channels:
         channel.resolve = addresses.__getitem__
+        channel.serve()
 
 
 @contextmanager
@@ -69,6 +70,33 @@ def test_a_message_arrives_with_its_sender_and_all_it_holds() -> None:
         meta = {"text": "ünï\ncode", "list": [1, None, 2.5], "nested": {"a": True}}
         first.send(1, "note", meta, b"\0body\xff")
         assert inbox.wait_for(1) == [(0, meta, b"\0body\xff")]
+
+
+def test_what_is_said_before_a_channel_serves_waits_for_it() -> None:
+    with ExitStack() as stack:
+        made = [Channel(rank=rank, host="127.0.0.1", token=TOKEN) for rank in range(2)]
+        for channel in made:
+            stack.callback(channel.close)
+        first, second = made
+        first.serve()
+        first.resolve = {1: second.address}.__getitem__
+        second.resolve = {0: first.address}.__getitem__
+        first.send(1, "note", {"n": 1})
+        answer = first.ask(1, "who", {})
+        with first.open_link(1, "link") as link:
+            link.sendall(b"early")
+            time.sleep(0.1)  # the handlers come late
+            inbox, links = Inbox(second), []
+            second.on("who", lambda rank, meta, body: {"name": "second"})
+            second.on_link(lambda *arrived: links.append(arrived))
+            second.serve()
+            inbox.wait_for(1)
+            assert answer.result(SOON) == {"name": "second", "request": 0}
+            eventually(lambda: bool(links), "the link arrives")
+            rank, name, sock, received = links[0]
+            with sock:
+                assert (rank, name) == (0, "link")
+                assert (received or sock.recv(5)) == b"early"
 
 
 def test_messages_arrive_in_the_order_they_were_sent() -> None:

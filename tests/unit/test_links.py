@@ -32,6 +32,7 @@ def switchboards(count: int) -> Iterator[list[tuple[Channel, Switchboard]]]:
         addresses = [channel.address for channel, _ in made]
         for channel, _ in made:
             channel.resolve = addresses.__getitem__
+            channel.serve()
         yield made
 
 
