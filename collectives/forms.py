@@ -26,12 +26,18 @@ AXIS = "ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormContext:
-    """What a form is written for."""
+    """What a form is written for.
+
+    Attributes:
+        root: place of the root, for forms that have one.
+        step: for forms that are one step of several.
+    """
 
     num_ranks: int
     wire: WireType
     reducer: Reducer | None = None
     root: int | None = None
+    step: int = 0
 
 
 Builder = Callable[[FormContext, Sequence[Array]], Sequence[Array]]
@@ -101,35 +107,29 @@ def _deal(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
     return [_permute(operands[k - 1], [(root, (root + k) % size)]) for k in range(1, size)]
 
 
-def _tree(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
-    """broadcast: a binomial tree that doubles in each step; one output for each step.
+def _hop(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """One step of a broadcast, a binomial tree: who has been reached passes what it has on.
 
-    A rank is reached in one step only, and takes that step's output: see arrival_step().
+    A rank puts in what it holds, and holds what comes out of the step that arrival_step() names.
+    Steps are programs of their own, since one program would have to choose between the two inside,
+    which reads and writes the payload once more on every rank.
     """
-    import jax.numpy as jnp
-    from jax import lax
-
-    size, root = context.num_ranks, context.root
+    size, root, reached = context.num_ranks, context.root, 1 << context.step
     assert root is not None
-    place = (lax.axis_index(AXIS) - root) % size  # distance from the root
-    array = operands[0]
-    outputs = []
-    reached = 1
-    while reached < size:
-        pairs = [
-            ((root + k) % size, (root + k + reached) % size)
-            for k in range(min(reached, size - reached))
-        ]
-        arrived = _permute(array, pairs)
-        outputs.append(arrived)
-        if 2 * reached < size:  # it is passed on
-            array = jnp.where((place >= reached) & (place < 2 * reached), arrived, array)
-        reached *= 2
-    return outputs
+    pairs = [
+        ((root + k) % size, (root + k + reached) % size)
+        for k in range(min(reached, size - reached))
+    ]
+    return [_permute(operands[0], pairs)]
+
+
+def num_steps(num_ranks: int) -> int:
+    """Steps of a broadcast."""
+    return (num_ranks - 1).bit_length()
 
 
 def arrival_step(place: int) -> int:
-    """Step of a broadcast in which the rank `place` >= 1 places after the root is reached."""
+    """Step of a broadcast that reaches the rank `place` places after the root; -1 for the root."""
     return place.bit_length() - 1
 
 
@@ -232,7 +232,7 @@ FORMS: Mapping[str, Form] = {
         Form(name="swap", build=_swap, pieces=True),
         Form(name="collect", build=_collect),
         Form(name="deal", build=_deal, pieces=True),
-        Form(name="tree", build=_tree),
+        Form(name="hop", build=_hop),
         Form(name="swap_and_reduce", build=_swap_and_reduce, pieces=True, own=True),
         Form(name="scatter_and_gather", build=_scatter_and_gather, pieces=True, own=True),
         Form(name="doubling", build=_doubling),

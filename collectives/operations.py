@@ -18,7 +18,7 @@ from tpu_dist.collectives.border import carry, copy_out, flat, raw, to_array
 from tpu_dist.collectives.chunks import Chunk, chunks, pieces
 from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, wire_type
 from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
-from tpu_dist.collectives.forms import arrival_step
+from tpu_dist.collectives.forms import arrival_step, num_steps
 from tpu_dist.collectives.plans import Plan, choose_plan
 from tpu_dist.collectives.programs import Array, Programs
 from tpu_dist.collectives.reducers import Reducer, combine, finish
@@ -153,14 +153,13 @@ class Whole:
 
     def run(self, envelopes: Sequence[Envelope], members: Members) -> None:
         """See Operation."""
-        reducer, root = self.signature.reducer, self.signature.root
+        reducer = self.signature.reducer
         if reducer is None and members.num_ranks == 1:
             return
         if reducer is None:
             verb, wire, payload = "broadcast", _BYTES, raw(self._flat)
         else:
             verb, wire, payload = "all_reduce", self._wire, carry(self._flat, self._wire)
-            root = None
         plan = choose_plan(
             members.platform,
             verb,
@@ -170,25 +169,51 @@ class Whole:
             wire=wire,
             reducer=reducer,
         )
-        step = 0
-        if verb == "broadcast" and self.keeps:
-            assert root is not None
-            step = arrival_step((members.index - root) % members.num_ranks)
         destination = _Destination(self.tensor)
         target = destination.flat.view(payload.dtype)
-        if plan.form.pieces:
-            assert reducer is not None
+        if reducer is None:
+            self._pass_on(payload, target, plan, members)
+        elif plan.form.pieces:
             self._reduce_pieces(payload, target, plan, reducer, members)
-        for chunk in () if plan.form.pieces else chunks(payload.numel(), plan.chunk_elements):
-            program = members.programs.get(
-                plan.form, size=chunk.size, wire=wire, reducer=reducer, root=root
-            )
-            operand = to_array(_cut(payload, chunk, payload.dtype), members.device)
-            outputs = program([operand])
-            if self.keeps:
-                _store(target, chunk, outputs[step], members)
+        else:
+            self._reduce_whole(payload, target, plan, reducer, members)
         if self.keeps:
             destination.close()
+
+    def _pass_on(
+        self, payload: torch.Tensor, target: torch.Tensor, plan: Plan, members: Members
+    ) -> None:
+        """A broadcast, step by step; a rank that holds nothing yet puts in whatever it has."""
+        root, size = self.signature.root, members.num_ranks
+        assert root is not None
+        arrives = arrival_step((members.index - root) % size)
+        for chunk in chunks(payload.numel(), plan.chunk_elements):
+            held = to_array(_cut(payload, chunk, payload.dtype), members.device)
+            for step in range(num_steps(size)):
+                program = members.programs.get(
+                    plan.form, size=chunk.size, wire=_BYTES, root=root, step=step
+                )
+                (output,) = program([held])
+                if step == arrives:
+                    held = output
+            if self.keeps:
+                _store(target, chunk, held, members)
+
+    def _reduce_whole(
+        self,
+        payload: torch.Tensor,
+        target: torch.Tensor,
+        plan: Plan,
+        reducer: Reducer,
+        members: Members,
+    ) -> None:
+        for chunk in chunks(payload.numel(), plan.chunk_elements):
+            program = members.programs.get(
+                plan.form, size=chunk.size, wire=self._wire, reducer=reducer
+            )
+            (output,) = program([to_array(_cut(payload, chunk, payload.dtype), members.device)])
+            if self.keeps:
+                _store(target, chunk, output, members)
 
     def _reduce_pieces(
         self,

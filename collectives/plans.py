@@ -70,7 +70,7 @@ _CPU: Mapping[str, Sequence[Rule]] = {
     "gather": (Rule(form="collect", chunk_bytes=4 * MIB),),
     "scatter": (Rule(form="deal", chunk_bytes=4 * MIB),),
     "transfer": (Rule(form="deal", chunk_bytes=4 * MIB),),
-    "broadcast": (Rule(form="tree", chunk_bytes=4 * MIB),),
+    "broadcast": (Rule(form="hop", chunk_bytes=4 * MIB),),
 }
 
 # XLA's own collective wherever it has one, the whole payload at once.
@@ -89,7 +89,7 @@ _TPU: Mapping[str, Sequence[Rule]] = {
     "gather": (Rule(form="collect", chunk_bytes=_WHOLE),),
     "scatter": (Rule(form="deal", chunk_bytes=_WHOLE),),
     "transfer": (Rule(form="deal", chunk_bytes=_WHOLE),),
-    "broadcast": (Rule(form="tree", chunk_bytes=_WHOLE),),
+    "broadcast": (Rule(form="hop", chunk_bytes=_WHOLE),),
 }
 
 PLANS: Mapping[str, Mapping[str, Sequence[Rule]]] = {"cpu": _CPU, "tpu": _TPU}

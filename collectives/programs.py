@@ -22,6 +22,7 @@ class _Key:
     wire: str
     reducer: str | None
     root: int | None
+    step: int
 
 
 class Programs:
@@ -45,32 +46,32 @@ class Programs:
         wire: WireType,
         reducer: Reducer | None = None,
         root: int | None = None,
+        step: int = 0,
     ) -> Program:
         """The program of `form` for flat arrays of `size` elements that cross as `wire.carrier`."""
-        key = _Key(form.name, size, wire.name, reducer.name if reducer else None, root)
+        key = _Key(form.name, size, wire.name, reducer.name if reducer else None, root, step)
         program = self._cache.get(key)
         if program is None:
             with self._compiling:
                 program = self._cache.get(key)
                 if program is None:
-                    program = self._compile(form, size, wire, reducer, root)
+                    context = FormContext(
+                        num_ranks=len(self._devices),
+                        wire=wire,
+                        reducer=reducer,
+                        root=root,
+                        step=step,
+                    )
+                    program = self._compile(form, size, context)
                     self._cache[key] = program
         return program
 
-    def _compile(
-        self,
-        form: Form,
-        size: int,
-        wire: WireType,
-        reducer: Reducer | None,
-        root: int | None,
-    ) -> Program:
+    def _compile(self, form: Form, size: int, context: FormContext) -> Program:
         import jax
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        num_ranks = len(self._devices)
-        context = FormContext(num_ranks=num_ranks, wire=wire, reducer=reducer, root=root)
+        num_ranks, wire = context.num_ranks, context.wire
         mesh = Mesh(np.array(self._devices), (AXIS,))
         spec = PartitionSpec(AXIS)
 

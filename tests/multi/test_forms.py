@@ -3,6 +3,7 @@
 The forms that only TPUs take by their plan are run here too, so that the tables may change.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,7 +18,7 @@ MEMBERS = {2: [3, 1], 3: [0, 2, 3], 4: [0, 1, 2, 3]}
 """Global ranks by number of them; the first in descending order."""
 
 SIZE = 2048
-ROOTED = {"collect", "deal", "tree"}
+ROOTED = {"collect", "deal", "hop"}
 REDUCING = {
     "swap_and_reduce", "scatter_and_gather", "doubling", "gather_and_reduce",
     "native_all_reduce", "native_reduce_scatter",
@@ -56,7 +57,9 @@ Wanted = list[Tensor | None]
 """What each output holds; None where a rank takes nothing from it."""
 
 
-def wanted(form: str, me: int, size: int, root: int, name: str, dtype: torch.dtype) -> Wanted:
+def wanted(
+    form: str, me: int, size: int, root: int | None, name: str, dtype: torch.dtype
+) -> Wanted:
     ranks = range(size)
     back = [(me - k) % size for k in range(1, size)]  # who relative outputs come from
     if form == "spread":
@@ -66,6 +69,7 @@ def wanted(form: str, me: int, size: int, root: int, name: str, dtype: torch.dty
     if form == "collect":
         return [whole(source, dtype) if me == root else None for source in back]
     if form == "deal":
+        assert root is not None
         return [piece(root, me, dtype) if source == root else None for source in back]
     if form == "native_all_gather":
         return [whole(source, dtype) for source in ranks]
@@ -82,7 +86,7 @@ def wanted(form: str, me: int, size: int, root: int, name: str, dtype: torch.dty
 def run_form(rank: int, form_name: str, size: int, name: str, dtype: torch.dtype) -> None:
     from tpu_dist.collectives.border import carry, copy_out, to_array
     from tpu_dist.collectives.dtypes import wire_type
-    from tpu_dist.collectives.forms import FORMS, arrival_step
+    from tpu_dist.collectives.forms import FORMS, arrival_step, num_steps
     from tpu_dist.collectives.programs import Programs
     from tpu_dist.collectives.reducers import reducer_for
     from tpu_dist.runtime.runtime import current_runtime
@@ -104,24 +108,19 @@ def run_form(rank: int, form_name: str, size: int, name: str, dtype: torch.dtype
         tensors = [whole(me, dtype)]
     assert len(tensors) == form.num_operands(size)
     before = [tensor.clone() for tensor in tensors]
-    for root in range(size) if form_name in ROOTED else [0]:
-        program = programs.get(
-            form,
-            size=SIZE,
-            wire=wire,
-            reducer=reducer,
-            root=root if form_name in ROOTED else None,
-        )
+    roots = range(size) if form_name in ROOTED else [None]
+    for root, step in itertools.product(roots, range(num_steps(size) if form_name == "hop" else 1)):
+        program = programs.get(form, size=SIZE, wire=wire, reducer=reducer, root=root, step=step)
         outputs = program([to_array(carry(t, wire), runtime.device) for t in tensors])
         found = []
         for output in outputs:
             found.append(torch.empty(output.size, dtype=dtype))
             copy_out(output, carry(found[-1], wire), runtime.device)
-        where = f"{form_name} {name} of {dtype}, rank {me} of {size}, root {root}"
-        if form_name == "tree":
-            if me != root:
-                arrived = found[arrival_step((me - root) % size)]
-                assert_close(arrived, whole(root, dtype), msg=where)
+        where = f"{form_name} {name} of {dtype}, rank {me} of {size}, root {root}, step {step}"
+        if form_name == "hop":
+            assert root is not None
+            if arrival_step((me - root) % size) == step:
+                assert_close(found[0], whole((me - (1 << step)) % size, dtype), msg=where)
             continue
         expected = wanted(form_name, me, size, root, name, dtype)
         assert len(found) == len(expected), where
@@ -138,7 +137,7 @@ CASES = [
     ("swap", "", torch.uint8),
     ("collect", "", torch.int64),
     ("deal", "", torch.float32),
-    ("tree", "", torch.uint8),
+    ("hop", "", torch.uint8),
     ("native_all_gather", "", torch.float32),
     ("native_all_to_all", "", torch.uint8),
     ("swap_and_reduce", "SUM", torch.bfloat16),
