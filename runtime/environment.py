@@ -7,6 +7,8 @@
 ``LOCAL_RANK``         index of this process on its host (torchrun, tpu-launch)
 ``LOCAL_WORLD_SIZE``   number of processes on this host (torchrun, tpu-launch)
 ``MASTER_ADDR``        host of the c10d store (torchrun, tpu-launch)
+``MALLOC_*``,          glibc's own: where the user has set its thresholds, they are left alone
+``GLIBC_TUNABLES``
 =====================  ==========================================================================
 """
 
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PLATFORMS = ("cpu", "tpu")
+_MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class RuntimeConfig:
     local_rank: int | None = None
     local_world_size: int | None = None
     master_address: str | None = None
+    tuned_malloc: bool = False
 
     def __post_init__(self) -> None:
         if self.platform is not None and self.platform not in PLATFORMS:
@@ -53,6 +57,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RuntimeConfig:
         local_rank=_integer(environ, "LOCAL_RANK"),
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE"),
         master_address=environ.get("MASTER_ADDR") or None,
+        tuned_malloc=any(name in environ for name in _MALLOC),
     )
 
 

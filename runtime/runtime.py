@@ -31,6 +31,7 @@ from tpu_dist.runtime.coordinator import (
     CoordinatorProcess,
 )
 from tpu_dist.runtime.environment import RuntimeConfig
+from tpu_dist.runtime.host_memory import keep_freed_memory
 from tpu_dist.runtime.transport_sockets import listening_ports
 from tpu_dist.topology.errors import BringUpError
 
@@ -142,6 +143,8 @@ def _start(
         if coordinator is not None:
             coordinator.kill()
         raise
+    if platform == "cpu" and not config.tuned_malloc:
+        keep_freed_memory()
     if platform == "tpu" and ready_made is None:
         apply_environment(prepare_tpu(config, os.environ))
     if rank == 0:

@@ -17,6 +17,7 @@ def test_every_variable_is_read() -> None:
             "LOCAL_RANK": "3",
             "LOCAL_WORLD_SIZE": "4",
             "MASTER_ADDR": "10.0.0.1",
+            "MALLOC_TRIM_THRESHOLD_": "1",
         }
     )
     assert config == RuntimeConfig(
@@ -25,6 +26,7 @@ def test_every_variable_is_read() -> None:
         local_rank=3,
         local_world_size=4,
         master_address="10.0.0.1",
+        tuned_malloc=True,
     )
 
 
