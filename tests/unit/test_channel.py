@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -277,7 +277,8 @@ def test_a_stranger_without_the_token_is_refused_and_not_heard(
         connect(own, stranger)
         inbox, lost = Inbox(own), list[int]()
         own.on_lost(lost.append)
-        stranger.send(0, "note", {})
+        with suppress(PeerLostError):  # it may be thrown out in the middle of its words
+            stranger.send(0, "note", {})
         eventually(lambda: stranger.is_lost(0), "the refusal")
         assert inbox.taken == [] and lost == []
         assert "without this job's token" in caplog.text
