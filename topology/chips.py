@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tpu_dist.topology.errors import TopologyError
+from tpu_dist.topology.generations import GENERATIONS
 
 _VENDOR = "0x1ae0"  # Google; its network and storage devices have it too
 
@@ -19,28 +20,31 @@ class ChipKind:
 
     Attributes:
         name: as people call it.
-        devices_per_chip: how many devices one chip is for a program (its TensorCores, where they
-            are separate devices); None where that is not published.
         node: the chip's file: /dev/accelN, or /dev/vfio/<IOMMU group>.
     """
 
     name: str
-    devices_per_chip: int | None
     node: Literal["accel", "vfio"]
+
+    @property
+    def devices_per_chip(self) -> int | None:
+        """How many devices one chip is for a program; None where that is not published."""
+        generation = GENERATIONS.get(self.name)
+        return None if generation is None else generation.devices_per_chip
 
 
 # By PCI device, and by PCI subsystem device where that is what tells two generations apart.
-# Sources: jax/_src/hardware_utils.py (ids), tpu-info's device.py (ids, nodes, devices per chip).
+# Sources: jax/_src/hardware_utils.py (ids), tpu-info's device.py (ids, nodes).
 _KINDS: Mapping[tuple[str, str | None], ChipKind] = {
-    ("0x0027", "0x004e"): ChipKind(name="v2", devices_per_chip=2, node="accel"),
-    ("0x0027", "0x004f"): ChipKind(name="v3", devices_per_chip=2, node="accel"),
-    ("0x005e", None): ChipKind(name="v4", devices_per_chip=1, node="accel"),
-    ("0x0062", None): ChipKind(name="v5p", devices_per_chip=1, node="vfio"),
-    ("0x0063", None): ChipKind(name="v5e", devices_per_chip=1, node="vfio"),
-    ("0x006f", None): ChipKind(name="v6e", devices_per_chip=1, node="vfio"),
-    ("0x0076", None): ChipKind(name="tpu7x", devices_per_chip=2, node="vfio"),
-    ("0x007c", None): ChipKind(name="tpu8t", devices_per_chip=None, node="vfio"),
-    ("0x0083", None): ChipKind(name="tpu8i", devices_per_chip=None, node="vfio"),
+    ("0x0027", "0x004e"): ChipKind(name="v2", node="accel"),
+    ("0x0027", "0x004f"): ChipKind(name="v3", node="accel"),
+    ("0x005e", None): ChipKind(name="v4", node="accel"),
+    ("0x0062", None): ChipKind(name="v5p", node="vfio"),
+    ("0x0063", None): ChipKind(name="v5e", node="vfio"),
+    ("0x006f", None): ChipKind(name="v6e", node="vfio"),
+    ("0x0076", None): ChipKind(name="tpu7x", node="vfio"),
+    ("0x007c", None): ChipKind(name="tpu8t", node="vfio"),
+    ("0x0083", None): ChipKind(name="tpu8i", node="vfio"),
 }
 
 
