@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/installed
 CODE := topology runtime collectives tpu_dist launch recipes tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint unit multi conformance benchmark clean
+.PHONY: help train test lint unit scale multi conformance benchmark clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 train: $(INSTALLED)
 	$(BIN)/tpu-launch --nproc-per-node 2 -m tpu_dist.recipes.kjv $(ARGS)
 
-test: lint unit multi
+test: lint unit scale multi
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)
@@ -34,6 +34,9 @@ lint: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/unit $(ARGS)
+
+scale: $(INSTALLED)
+	$(BIN)/python -m pytest -q tests/scale $(ARGS)
 
 multi: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/multi $(ARGS)
