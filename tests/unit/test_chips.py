@@ -6,52 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_hosts import accel_host, add_function, vfio_host
 
 from tpu_dist.launch.errors import LaunchError
 from tpu_dist.launch.settings import Setting
 from tpu_dist.launch.worker_count import Host, WorkerCount, count_workers
 from tpu_dist.topology.chips import TpuDevices, scan_devices
 from tpu_dist.topology.errors import TopologyError
-
-
-def add_function(
-    root: Path,
-    address: str,
-    device: str,
-    *,
-    vendor: str = "0x1ae0",
-    subsystem: str = "0x0000",
-    group: int | None = None,
-) -> None:
-    function = root / "sys/bus/pci/devices" / address
-    function.mkdir(parents=True)
-    (function / "vendor").write_text(f"{vendor}\n")
-    (function / "device").write_text(f"{device}\n")
-    (function / "subsystem_device").write_text(f"{subsystem}\n")
-    if group is not None:
-        (function / "iommu_group").symlink_to(f"../../../kernel/iommu_groups/{group}")
-
-
-def add_node(root: Path, name: str) -> None:
-    node = root / "dev" / name
-    node.parent.mkdir(parents=True, exist_ok=True)
-    node.touch()
-
-
-def vfio_host(root: Path, device: str, *, chips: int, nodes: int, functions: int = 1) -> None:
-    for chip in range(chips):
-        for function in range(functions):
-            add_function(root, f"0000:00:{chip + 4:02x}.{function}", device, group=chip)
-    for node in range(nodes):
-        add_node(root, f"vfio/{node}")
-    add_node(root, "vfio/vfio")
-
-
-def accel_host(root: Path, device: str, subsystem: str, *, chips: int) -> None:
-    for chip in range(chips):
-        add_function(root, f"0000:00:{chip + 4:02x}.0", device, subsystem=subsystem)
-        add_node(root, f"accel{chip}")
-    add_node(root, "accel_not")
 
 
 def v5e(root: Path) -> None:
