@@ -13,9 +13,10 @@ from typing import Any
 
 from tpu_dist.runtime.coordinator import CoordinatorConnection
 from tpu_dist.runtime.environment import RuntimeConfig
-from tpu_dist.runtime.tpu_environment import read_host_place, tpu_environment
+from tpu_dist.runtime.tpu_environment import tpu_environment
 from tpu_dist.runtime.transport_threads import run_behind_others, thread_ids
 from tpu_dist.topology.chips import scan_devices
+from tpu_dist.topology.discovery import discover
 from tpu_dist.topology.errors import BringUpError
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def prepare_tpu(
 
     Raises:
         BringUpError: no chip is there, or the launcher did not say which process this is.
-        TopologyError: the numbers of processes and of devices differ.
+        TopologyError: the slice is not what the sources say, or the numbers of processes and of
+            devices differ.
     """
     devices = scan_devices(root)
     if devices.kind is None or not devices.chips_usable:
@@ -54,13 +56,10 @@ def prepare_tpu(
             "LOCAL_RANK and LOCAL_WORLD_SIZE are not set: on a TPU host each process must know "
             "which device is its own. Start it with tpu-launch or torchrun, or set both."
         )
-    place = read_host_place(
-        environ,
-        num_chips=devices.chips_usable,
-        devices_per_chip=devices.kind.devices_per_chip,
-    )
     return tpu_environment(
-        place, local_rank=config.local_rank, local_world_size=config.local_world_size
+        discover(environ, root=root),
+        local_rank=config.local_rank,
+        local_world_size=config.local_world_size,
     )
 
 

@@ -1,28 +1,42 @@
 """What libtpu is told, against the vectors of torch_xla and JAX's bounds table."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_hosts import accel_host, vfio_host
 
-from tpu_dist.errors import TopologyError
-from tpu_dist.runtime.tpu_environment import HostPlace, read_host_place, tpu_environment
+from tpu_dist.errors import BringUpError, TopologyError
+from tpu_dist.runtime.client import prepare_tpu
+from tpu_dist.runtime.environment import RuntimeConfig
+from tpu_dist.runtime.tpu_environment import tpu_environment
+from tpu_dist.topology.discovery import Place, discover
+
+ALONE = {"TPU_SKIP_MDS_QUERY": "1"}
+NOWHERE = Path("/nowhere")
 
 
-def v4_16(worker: int) -> HostPlace:
+def place(environ: Mapping[str, str], root: Path = NOWHERE) -> Place:
+    return discover(ALONE | dict(environ), root=root, own_name="elsewhere")
+
+
+def v4_16(root: Path, worker: int) -> Place:
     """Two hosts of four chips: torch_xla's test_internal_tpu.py."""
-    return read_host_place(
+    if not root.joinpath("sys").exists():
+        accel_host(root, "0x005e", "0x0000", chips=4)
+    return place(
         {
             "TPU_WORKER_HOSTNAMES": "worker0,worker1",
             "TPU_HOST_BOUNDS": "1,1,2",
             "TPU_WORKER_ID": str(worker),
         },
-        num_chips=4,
-        devices_per_chip=1,
+        root,
     )
 
 
-def test_v4_16_worker_1_process_0() -> None:
-    variables = tpu_environment(v4_16(1), local_rank=0, local_world_size=4)
+def test_v4_16_worker_1_process_0(tmp_path: Path) -> None:
+    variables = tpu_environment(v4_16(tmp_path, 1), local_rank=0, local_world_size=4)
     assert variables == {
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
         "TPU_PROCESS_BOUNDS": "2,2,2",
@@ -37,9 +51,9 @@ def test_v4_16_worker_1_process_0() -> None:
     }
 
 
-def test_v4_8_process_3() -> None:
-    place = read_host_place({}, num_chips=4, devices_per_chip=1)
-    variables = tpu_environment(place, local_rank=3, local_world_size=4)
+def test_v4_8_process_3(tmp_path: Path) -> None:
+    accel_host(tmp_path, "0x005e", "0x0000", chips=4)
+    variables = tpu_environment(place({}, tmp_path), local_rank=3, local_world_size=4)
     assert variables["TPU_PROCESS_BOUNDS"] == "2,2,1"
     assert variables["CLOUD_TPU_TASK_ID"] == "3"
     assert variables["TPU_PROCESS_PORT"] == "8479"
@@ -49,26 +63,22 @@ def test_v4_8_process_3() -> None:
     )
 
 
-def test_one_chip_alone_is_a_slice_of_one() -> None:
-    place = HostPlace(num_chips=1)
-    variables = tpu_environment(place, local_rank=0, local_world_size=1)
-    assert variables["TPU_PROCESS_BOUNDS"] == variables["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
-    assert variables["TPU_VISIBLE_CHIPS"] == "0"
-
-
-@pytest.mark.parametrize(("chips", "bounds"), [(1, (1, 1, 1)), (4, (2, 2, 1)), (8, (2, 4, 1))])
+@pytest.mark.parametrize("chips, bounds", [(1, "1,1,1"), (2, "1,2,1"), (4, "2,2,1"), (8, "2,4,1")])
 def test_the_processes_of_one_host_stand_as_its_chips_do(
-    chips: int, bounds: tuple[int, int, int]
+    tmp_path: Path, chips: int, bounds: str
 ) -> None:
-    place = HostPlace(num_chips=chips)
+    vfio_host(tmp_path, "0x006f", chips=chips, nodes=chips)
     for local_rank in range(chips):
-        variables = tpu_environment(place, local_rank=local_rank, local_world_size=chips)
-        assert variables["TPU_PROCESS_BOUNDS"] == ",".join(map(str, bounds))
+        variables = tpu_environment(
+            place({}, tmp_path), local_rank=local_rank, local_world_size=chips
+        )
+        assert variables["TPU_PROCESS_BOUNDS"] == bounds
+        assert variables["TPU_VISIBLE_CHIPS"] == str(local_rank)
 
 
-def test_two_devices_a_chip_add_a_fourth_bound() -> None:
-    place = HostPlace(num_chips=4, devices_per_chip=2)
-    variables = tpu_environment(place, local_rank=7, local_world_size=8)
+def test_two_devices_a_chip_add_a_fourth_bound(tmp_path: Path) -> None:
+    vfio_host(tmp_path, "0x0076", chips=4, nodes=4, functions=2)
+    variables = tpu_environment(place({}, tmp_path), local_rank=7, local_world_size=8)
     assert variables["TPU_PROCESS_BOUNDS"] == "2,2,1,2"
     assert variables["CLOUD_TPU_TASK_ID"] == "7"
 
@@ -77,17 +87,16 @@ def test_v4_256_has_every_process_once() -> None:
     hostnames = [f"host{i}" for i in range(32)]
     tasks, ports = [], set()
     for worker in range(32):
-        place = read_host_place(
+        here = place(
             {
+                "TPU_ACCELERATOR_TYPE": "v4-256",
                 "TPU_WORKER_HOSTNAMES": ",".join(hostnames),
                 "TPU_HOST_BOUNDS": "2,2,8",
                 "TPU_WORKER_ID": str(worker),
-            },
-            num_chips=4,
-            devices_per_chip=1,
+            }
         )
         for local_rank in range(4):
-            variables = tpu_environment(place, local_rank=local_rank, local_world_size=4)
+            variables = tpu_environment(here, local_rank=local_rank, local_world_size=4)
             task = int(variables["CLOUD_TPU_TASK_ID"])
             address = variables["TPU_PROCESS_ADDRESSES"].split(",")[task]
             assert address == f"host{worker}:{variables['TPU_PROCESS_PORT']}"
@@ -97,61 +106,77 @@ def test_v4_256_has_every_process_once() -> None:
     assert tasks == list(range(128)) and len(ports) == 4
 
 
-@pytest.mark.parametrize(("bounds", "worker"), [("TPU_PROCESS_BOUNDS", "CLOUD_TPU_TASK_ID")])
-def test_the_newer_names_are_read_too(bounds: str, worker: str) -> None:
-    place = read_host_place(
-        {"TPU_WORKER_HOSTNAMES": "a,b", bounds: "1,2,1", worker: "1"},
-        num_chips=4,
-        devices_per_chip=1,
+def test_hosts_of_eight_chips_make_the_slice(tmp_path: Path) -> None:
+    vfio_host(tmp_path, "0x0063", chips=8, nodes=8)
+    here = place(
+        {
+            "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+            "TPU_WORKER_HOSTNAMES": "a,b",
+            "TPU_WORKER_ID": "1",
+        },
+        tmp_path,
     )
-    assert (place.host_bounds, place.worker_id) == ((1, 2, 1), 1)
+    variables = tpu_environment(here, local_rank=7, local_world_size=8)
+    assert variables["TPU_PROCESS_BOUNDS"] == "4,4,1"
+    assert variables["CLOUD_TPU_TASK_ID"] == "15"
 
 
-def test_a_host_alone_ignores_what_another_slice_has_left() -> None:
-    left_over = {"TPU_WORKER_HOSTNAMES": "me", "TPU_HOST_BOUNDS": "2,2,8", "TPU_WORKER_ID": "7"}
-    assert read_host_place(left_over, num_chips=4, devices_per_chip=1) == HostPlace(num_chips=4)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"TPU_HOST_BOUNDS": "2,2"}, "TPU_HOST_BOUNDS='2,2'"),
-        ({"TPU_HOST_BOUNDS": "a,b,c"}, "TPU_HOST_BOUNDS='a,b,c'"),
-        ({"TPU_WORKER_ID": "first"}, "TPU_WORKER_ID='first'"),
-        ({"TPU_HOST_BOUNDS": "2,2,8"}, "lists 2 hosts.*grid of 32"),
-        ({"TPU_WORKER_ID": "2"}, "TPU_WORKER_ID is 2"),
-        ({"TPU_WORKER_ID": "-1"}, "TPU_WORKER_ID is -1"),
-    ],
-    ids=str,
-)
-def test_a_slice_that_contradicts_itself_is_refused(change: dict[str, str], said: str) -> None:
-    sound = {
-        "TPU_WORKER_HOSTNAMES": "a,b",
-        "TPU_HOST_BOUNDS": "1,1,2",
-        "TPU_WORKER_ID": "0",
-    }
-    with pytest.raises(TopologyError, match=said):
-        read_host_place(sound | change, num_chips=4, devices_per_chip=1)
+@pytest.mark.parametrize("worker", [0, 1])
+def test_what_was_set_for_libtpu_says_the_same_when_it_is_read_again(
+    tmp_path: Path, worker: int
+) -> None:
+    """A second init_process_group, and a child of the process, find the first one's variables."""
+    here = v4_16(tmp_path, worker)
+    for local_rank in range(4):
+        variables = tpu_environment(here, local_rank=local_rank, local_world_size=4)
+        again = place(
+            {"TPU_HOST_BOUNDS": "1,1,2", "TPU_WORKER_ID": str(worker)} | variables, tmp_path
+        )
+        assert (again.system, again.host, again.hostnames) == (
+            here.system,
+            here.host,
+            here.hostnames,
+        )
+        assert tpu_environment(again, local_rank=local_rank, local_world_size=4) == variables
 
 
 @pytest.mark.parametrize(
-    ("place", "call", "said"),
+    ("environ", "call", "said"),
     [
-        (HostPlace(num_chips=4), {"local_rank": 0, "local_world_size": 1}, "4 TPU devices, and 1"),
-        (HostPlace(num_chips=4), {"local_rank": 0, "local_world_size": 8}, "4 TPU devices, and 8"),
+        ({}, {"local_rank": 0, "local_world_size": 1}, "4 TPU devices, and 1"),
+        ({}, {"local_rank": 0, "local_world_size": 8}, "4 TPU devices, and 8"),
+        ({}, {"local_rank": 4, "local_world_size": 4}, "LOCAL_RANK is 4"),
+        ({}, {"local_rank": -1, "local_world_size": 4}, "LOCAL_RANK is -1"),
         (
-            HostPlace(num_chips=4, devices_per_chip=2),
+            {"TPU_ACCELERATOR_TYPE": "v4-16", "TPU_WORKER_ID": "1"},
             {"local_rank": 0, "local_world_size": 4},
-            "8 TPU devices, and 4",
+            "2 hosts, and nothing says where they are. Set TPU_WORKER_HOSTNAMES",
         ),
-        (HostPlace(num_chips=4), {"local_rank": 4, "local_world_size": 4}, "LOCAL_RANK is 4"),
-        (HostPlace(num_chips=4), {"local_rank": -1, "local_world_size": 4}, "LOCAL_RANK is -1"),
-        (HostPlace(num_chips=6), {"local_rank": 0, "local_world_size": 6}, "6 chips is not known"),
     ],
     ids=str,
 )
 def test_a_host_that_cannot_be_served_is_refused(
-    place: HostPlace, call: dict[str, Any], said: str
+    tmp_path: Path, environ: dict[str, str], call: dict[str, Any], said: str
 ) -> None:
+    accel_host(tmp_path, "0x005e", "0x0000", chips=4)
     with pytest.raises(TopologyError, match=said):
-        tpu_environment(place, **call)
+        tpu_environment(place(environ, tmp_path), **call)
+
+
+def test_an_odd_number_of_chips_is_refused(tmp_path: Path) -> None:
+    vfio_host(tmp_path, "0x0063", chips=8, nodes=6)
+    with pytest.raises(TopologyError, match="6 chips is not known; known are 1, 2, 4, 8"):
+        place({}, tmp_path)
+
+
+def test_a_process_is_prepared_from_what_its_host_has(tmp_path: Path) -> None:
+    config = RuntimeConfig(platform="tpu", local_rank=5, local_world_size=8)
+    with pytest.raises(BringUpError, match="no usable TPU chip"):
+        prepare_tpu(config, ALONE, tmp_path)
+    vfio_host(tmp_path, "0x0076", chips=4, nodes=4, functions=2)
+    assert prepare_tpu(config, ALONE, tmp_path)["TPU_PROCESS_BOUNDS"] == "2,2,1,2"
+    with pytest.raises(BringUpError, match="LOCAL_RANK and LOCAL_WORLD_SIZE are not set"):
+        prepare_tpu(RuntimeConfig(platform="tpu"), ALONE, tmp_path)
+    other = ALONE | {"TPU_ACCELERATOR_TYPE": "v5p-8"}
+    with pytest.raises(TopologyError, match="v5p by TPU_ACCELERATOR_TYPE=v5p-8, and tpu7x by"):
+        prepare_tpu(config, other, tmp_path)
