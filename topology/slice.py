@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpu_dist.topology.coordinates import Coord, Device, HostId, Rank, Shape
 from tpu_dist.topology.errors import TopologyError
@@ -113,12 +113,23 @@ class Slice:
         """
         if shape not in generation.host_grids.values():
             check_shape(generation, shape)
+        usual = cls.with_usual_links(generation, shape, chips_per_host=chips_per_host)
+        return replace(usual, twisted=twisted)
+
+    @classmethod
+    def with_usual_links(
+        cls, generation: Generation, shape: Shape, *, chips_per_host: int | None = None
+    ) -> Slice:
+        """Return a slice that exists, of whichever shape: wrapped as its generation is.
+
+        Raises:
+            TopologyError: it cannot be made of such hosts.
+        """
         return cls(
             generation=generation,
             shape=shape,
             wrap=_WRAPS[generation.wrap](generation, shape),
             chips_per_host=chips_per_host or _usual_chips_per_host(generation, shape),
-            twisted=twisted,
         )
 
     def __str__(self) -> str:
