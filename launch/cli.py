@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,12 +16,8 @@ import typer
 from tpu_dist.launch.config import build_config
 from tpu_dist.launch.console import NAME, say
 from tpu_dist.launch.environment import read_environment
-from tpu_dist.launch.errors import LaunchError
-from tpu_dist.launch.refusals import refusal
+from tpu_dist.launch.parsing import dashes, new_app, parse_arguments
 from tpu_dist.topology.errors import TpuDistError
-
-# typer has its own click since 0.2x and the user's before: this reaches the class in either.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 USAGE_ERROR_STATUS = 2
 
@@ -45,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["--nproc-per-node", "2", "train.py", "--steps", "10"])  # doctest: +SKIP
         0
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        command_line = parse(sys.argv[1:] if argv is None else argv)
+        if argv and argv[0] in _COMMANDS:
+            return _COMMANDS[argv[0]](argv[1:])
+        command_line = parse(argv)
         if isinstance(command_line, int):
             return command_line
         config = build_config(
@@ -74,18 +73,22 @@ def parse(argv: Sequence[str]) -> CommandLine | int:
     Raises:
         LaunchError: an option that is unknown, not available or without its value, or no script.
     """
-    command = typer.main.get_command(_app)
-    try:
-        result = command.main(list(argv), prog_name=NAME, standalone_mode=False)
-    except _UsageError as error:
-        option = getattr(error, "option_name", None)
-        why = refusal(option) if option else None
-        message = f"{option}: {why}" if why else error.format_message()  # type: ignore[attr-defined]
-        raise LaunchError(f"{message} (see {NAME} --help)") from error
-    return result if isinstance(result, CommandLine) else int(result or 0)
+    result = parse_arguments(_app, argv, NAME)
+    if isinstance(result, CommandLine):
+        return result
+    return result if isinstance(result, int) else 0
 
 
-_app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+def _run_topo(argv: Sequence[str]) -> int:
+    from tpu_dist.launch.topo_cli import run_topo
+
+    return run_topo(argv, os.environ)
+
+
+# What the first argument may be other than an option or a script; a script of that name is ./topo.
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"topo": _run_topo}
+
+_app = new_app()
 
 
 def _show_version(asked: bool) -> None:
@@ -96,18 +99,15 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _dashes(name: str) -> str:
-    return name.replace("_", "-")  # torchrun takes --nproc_per_node too
-
-
 @_app.command(
     context_settings={
         "allow_interspersed_args": False,
-        "token_normalize_func": _dashes,
+        "token_normalize_func": dashes,
         "help_option_names": ["-h", "--help"],
     },
     epilog="Each option may come from the environment instead, as in TPU_LAUNCH_MAX_RESTARTS=3; "
-    "the command line wins. Options may be written with underscores.",
+    "the command line wins. Options may be written with underscores. "
+    "tpu-launch topo draws a slice: see tpu-launch topo --help.",
 )
 def _command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each worker runs.")],

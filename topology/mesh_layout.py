@@ -45,8 +45,9 @@ class AxisLayout:
         text = f"{self.name}={self.size}: {self.kind.value}"
         if parts:
             text += f" ({' x '.join(parts)})"
-        if math.isfinite(self.group.num_links):
-            text += f", {self.group.num_links:g} links"
+        links = self.group.num_links
+        if math.isfinite(links):
+            text += f", {links:.3g} link{'' if links == 1 else 's'}"
         return text
 
 
