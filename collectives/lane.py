@@ -37,7 +37,12 @@ from tpu_dist.runtime.links import Links
 from tpu_dist.runtime.parked_threads import park
 from tpu_dist.runtime.runtime import Runtime
 from tpu_dist.runtime.transport_sockets import TransportConnections
-from tpu_dist.topology.errors import CollectiveError, CollectiveTimeoutError, MismatchError
+from tpu_dist.topology.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerLostError,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -271,7 +276,12 @@ class Lane:
 
     def _open_links(self, task: Task) -> None:
         if self._links is None and self.num_ranks > 1:
-            self._links = self.hooks.open_links(self, task)
+            try:
+                self._links = self.hooks.open_links(self, task)
+            except PeerLostError as lost:
+                if lost is self.failure:  # a peer has noticed first, and said so
+                    raise
+                raise PeerLostError(f"{task.call} failed: {lost}") from lost
             if self.failure is not None:
                 self._links.cut()
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tpu_dist.runtime.channel import Channel
+from tpu_dist.topology.errors import PeerLostError
 
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 18
@@ -120,18 +121,26 @@ class Switchboard:
         place, num_ranks = ranks.index(self._channel.rank), len(ranks)
         distances = [1 << step for step in range((num_ranks - 1).bit_length())]
         with contextlib.ExitStack() as undo:
-            outgoing = []
+            outgoing: dict[int, socket.socket] = {}
             for distance in distances:
                 receiver = ranks[(place - distance) % num_ranks]
-                outgoing.append(self._channel.open_link(receiver, f"{name}/{distance}"))
-                undo.callback(outgoing[-1].close)
+                outgoing[receiver] = self._channel.open_link(receiver, f"{name}/{distance}")
+                undo.callback(outgoing[receiver].close)
+
+            def check_all() -> None:
+                check()
+                for rank, sock in outgoing.items():
+                    if _has_ended(sock):
+                        raise PeerLostError(f"rank {rank} is gone: its process has ended")
+
             incoming = []
             for distance in distances:
                 sender = ranks[(place + distance) % num_ranks]
-                incoming.append(self._await(sender, f"{name}/{distance}", check))
+                incoming.append(self._await(sender, f"{name}/{distance}", check_all))
                 undo.callback(incoming[-1].socket.close)
             undo.pop_all()
-        return Links(place, num_ranks, list(zip(distances, outgoing, incoming, strict=True)))
+        steps = list(zip(distances, outgoing.values(), incoming, strict=True))
+        return Links(place, num_ranks, steps)
 
     def close(self) -> None:
         """Close what nobody has asked for."""
@@ -151,6 +160,16 @@ class Switchboard:
         with self._changed:
             self._arrived[name, rank] = _Incoming(sock, received)
             self._changed.notify_all()
+
+
+def _has_ended(outgoing: socket.socket) -> bool:
+    """Whether the receiving end of a link is gone: nothing but its end ever comes from there."""
+    try:
+        return outgoing.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _frame(blocks: Sequence[bytes]) -> bytes:

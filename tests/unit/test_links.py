@@ -136,6 +136,17 @@ def test_waiting_for_a_peer_that_does_not_come_can_be_given_up() -> None:
         assert len(os.listdir("/proc/self/fd")) == files
 
 
+def test_a_peer_that_ends_while_it_is_waited_for_is_named() -> None:
+    with switchboards(3) as made, ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(made[0][1].open, (0, 1, 2), "set", never)
+        time.sleep(0.1)
+        assert not opening.done()
+        made[2][0].close()  # who passes on to it has heard of its link
+        made[2][1].close()
+        with pytest.raises(PeerLostError, match="rank 2 is gone"):
+            opening.result(SOON)
+
+
 def test_a_peer_that_has_ended_is_named() -> None:
     with switchboards(2) as made:
         made[1][0].close()
