@@ -213,14 +213,14 @@ class Channel:
     def _dial(self, rank: int) -> socket.socket:
         if rank in self._lost:
             raise PeerLostError(f"rank {rank} is gone: its process has ended")
-        address = self.resolve(rank)
+        host, port = self.resolve(rank)
         try:
-            sock = socket.create_connection(address, CONNECT_TIMEOUT.total_seconds())
+            sock = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
         except OSError as error:
             self._lost.add(rank)
-            raise PeerLostError(
-                f"rank {rank} is gone: nothing answers at {address[0]}:{address[1]} ({error})"
-            ) from error
+            is_refused = isinstance(error, ConnectionRefusedError)
+            why = "its process has ended" if is_refused else "its machine does not answer"
+            raise PeerLostError(f"rank {rank} is gone: {why} ({host}:{port}: {error})") from error
         sock.settimeout(None)
         return sock
 
