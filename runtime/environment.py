@@ -1,15 +1,19 @@
 """The environment variables the process group knows, read here and nowhere else.
 
-=====================  ==========================================================================
-``TPU_DIST_PLATFORM``  ``tpu`` or ``cpu``: the JAX platform to run on; default: tpu where chips are
-``TPU_DIST_HOST``      the address at which other processes reach this one; default: from the store
-``TPU_DIST_PREFER``    ``1``: take the names that torch_tpu has too (read in tpu_dist._autoload)
-``LOCAL_RANK``         index of this process on its host (torchrun, tpu-launch)
-``LOCAL_WORLD_SIZE``   number of processes on this host (torchrun, tpu-launch)
-``MASTER_ADDR``        host of the c10d store (torchrun, tpu-launch)
-``MALLOC_*``,          glibc's own: where the user has set its thresholds, they are left alone
+=======================  ========================================================================
+``TPU_DIST_PLATFORM``    ``tpu`` or ``cpu``: the JAX platform; default: tpu where chips are
+``TPU_DIST_HOST``        where other processes reach this one; default: from the store
+``TPU_DIST_PREFER``      ``1``: take the names that torch_tpu has too (read in tpu_dist._autoload)
+``TPU_DIST_FALLBACK``    ``error``: refuse operators that would run on the CPU; default: ``warn``
+``TPU_LAUNCH_BLOCKING``  ``1``: Debug mode, each operator is waited for; also
+                         ``TORCH_TPU_LAUNCH_BLOCKING``
+``LOCAL_RANK``           index of this process on its host (torchrun, tpu-launch)
+``LOCAL_WORLD_SIZE``     number of processes on this host (torchrun, tpu-launch)
+``WORLD_SIZE``           number of processes (torchrun, tpu-launch)
+``MASTER_ADDR``          host of the c10d store (torchrun, tpu-launch)
+``MALLOC_*``,            glibc's own: where the user has set its thresholds, they are left alone
 ``GLIBC_TUNABLES``
-=====================  ==========================================================================
+=======================  ========================================================================
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from dataclasses import dataclass
 
 PLATFORMS = ("cpu", "tpu")
 _MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+FALLBACKS = ("warn", "error")
+
+_BLOCKING = ("TPU_LAUNCH_BLOCKING", "TORCH_TPU_LAUNCH_BLOCKING")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +40,18 @@ class RuntimeConfig:
     local_world_size: int | None = None
     master_address: str | None = None
     tuned_malloc: bool = False
+    world_size: int | None = None
+    fallback: str = "warn"
+    launch_blocking: bool = False
 
     def __post_init__(self) -> None:
         if self.platform is not None and self.platform not in PLATFORMS:
             raise ValueError(
                 f"TPU_DIST_PLATFORM must be one of {', '.join(PLATFORMS)}, got {self.platform!r}"
+            )
+        if self.fallback not in FALLBACKS:
+            raise ValueError(
+                f"TPU_DIST_FALLBACK must be one of {', '.join(FALLBACKS)}, got {self.fallback!r}"
             )
         size = self.local_world_size
         if size is not None and size < 1:
@@ -58,6 +72,9 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RuntimeConfig:
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE"),
         master_address=environ.get("MASTER_ADDR") or None,
         tuned_malloc=any(name in environ for name in _MALLOC),
+        world_size=_integer(environ, "WORLD_SIZE"),
+        fallback=environ.get("TPU_DIST_FALLBACK", "").lower() or "warn",
+        launch_blocking=any(environ.get(name, "0") not in ("", "0") for name in _BLOCKING),
     )
 
 

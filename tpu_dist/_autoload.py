@@ -30,6 +30,9 @@ def register() -> None:
             dist.Backend.register_backend(
                 BACKEND, _create_process_group, extended_api=True, devices=["cpu", "tpu"]
             )
+        from tpu_dist.runtime.device.registration import register_device
+
+        register_device()
     except Exception:
         _logger.exception("tpu_dist could not register its backend; the rest of torch is unharmed")
 

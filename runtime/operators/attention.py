@@ -1,0 +1,199 @@
+"""Scaled dot product attention: one program forwards, one backwards.
+
+The one backwards computes the weights again, instead of their being kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jax import numpy as jnp
+
+from tpu_dist.runtime.operators.engine import Operator
+from tpu_dist.runtime.operators.lowering import Lowering
+
+Array = Any
+Tensor = torch.Tensor
+
+
+def _grouped(x: Array, kv_heads: int) -> Array:
+    """Query heads, (B, H, L, E), by the key head that they share: (B, K, H / K, L, E)."""
+    batch, heads, length, width = x.shape
+    return x.reshape(batch, kv_heads, heads // kv_heads, length, width)
+
+
+def _scores(q: Array, k: Array, mask: Array | None, is_causal: bool, scale: float) -> Array:
+    """What softmax is taken of, (B, K, G, L, S), in float32 at least."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bkgle,bkse->bkgls", q, k, preferred_element_type=wide) * scale
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (1,) * (4 - mask.ndim) + mask.shape)
+        if mask.shape[1] == 1:
+            mask = mask[:, :, None]
+        else:
+            mask = _grouped(mask, k.shape[1])
+        if mask.dtype == jnp.bool_:
+            scores = jnp.where(mask, scores, -jnp.inf)
+        else:
+            scores = scores + mask.astype(wide)
+    if is_causal:
+        rows, columns = scores.shape[-2:]
+        scores = jnp.where(jnp.tri(rows, columns, dtype=bool), scores, -jnp.inf)
+    return scores
+
+
+def _attend(
+    q: Array, k: Array, v: Array, mask: Array | None, is_causal: bool, scale: float
+) -> tuple[Array, Array]:
+    """The result, (B, H, L, Ev), and the logarithm of the weights' sums, (B, H, L)."""
+    scores = _scores(_grouped(q, k.shape[1]), k, mask, is_causal, scale)
+    top = jnp.max(scores, -1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0)  # rows in which all is masked
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, -1, keepdims=True)
+    shares = (weights / jnp.where(total == 0, 1, total)).astype(v.dtype)
+    out = jnp.einsum("bkgls,bkse->bkgle", shares, v, preferred_element_type=scores.dtype)
+    sums = top + jnp.log(total)
+    return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype), sums.reshape(q.shape[:-1])
+
+
+def _attend_backward(
+    grad: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    out: Array,
+    sums: Array,
+    is_causal: bool,
+    scale: float,
+    needs_mask_grad: bool,
+) -> tuple[Array, ...]:
+    heads = k.shape[1]
+    wide = sums.dtype
+    grad_g, out_g, q_g = _grouped(grad, heads), _grouped(out, heads), _grouped(q, heads)
+    scores = _scores(q_g, k, mask, is_causal, scale)
+    sums_g = sums.reshape(*scores.shape[:-1], 1)
+    shares = jnp.where(jnp.isfinite(sums_g), jnp.exp(scores - sums_g), 0)
+
+    def product(terms: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(terms, a.astype(q.dtype), b, preferred_element_type=wide)
+
+    grad_v = product("bkgls,bkgle->bkse", shares, grad_g)
+    grad_shares = jnp.einsum("bkgle,bkse->bkgls", grad_g, v, preferred_element_type=wide)
+    along = jnp.sum(grad_g.astype(wide) * out_g.astype(wide), -1, keepdims=True)
+    grad_scores = shares * (grad_shares - along)
+    grad_q = product("bkgls,bkse->bkgle", grad_scores, k) * scale
+    grad_k = product("bkgls,bkgle->bkse", grad_scores, q_g) * scale
+    results = (
+        grad_q.reshape(q.shape).astype(q.dtype),
+        grad_k.astype(k.dtype),
+        grad_v.astype(v.dtype),
+    )
+    if not needs_mask_grad:
+        return results
+    assert mask is not None
+    full = grad_scores.reshape(*q.shape[:-1], k.shape[2])
+    shape = (1,) * (4 - mask.ndim) + mask.shape
+    summed = tuple(d for d in range(4) if shape[d] == 1 and full.shape[d] != 1)
+    return *results, jnp.sum(full, summed, keepdims=True).reshape(mask.shape).astype(mask.dtype)
+
+
+_library = torch.library.Library("tpu_dist", "DEF")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, "
+    "Tensor sums, bool is_causal, float scale, bool needs_mask_grad) -> Tensor[]"
+)
+_forward = torch.ops.tpu_dist.attention.default
+_backward = torch.ops.tpu_dist.attention_backward.default
+
+
+def _enter(overload: Any, function: Callable[..., Any]) -> None:
+    name = overload._schema.name.split("::")[1]
+    lowering = Lowering(name=name, function=function, multiplies=True, has_meta=False)
+    _library.impl(name, Operator(overload, overload, lowering).functional(), "PrivateUse1")
+
+
+_enter(_forward, _attend)
+_enter(_backward, _attend_backward)
+
+
+class _Attention(torch.autograd.Function):
+    """What autograd sees."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float) -> Any:
+        out, sums = _forward(q, k, v, mask, causal, scale)
+        ctx.save_for_backward(q, k, v, mask, out, sums)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        q, k, v, mask, out, sums = ctx.saved_tensors
+        needs_mask_grad = bool(ctx.needs_input_grad[3])
+        grads = _backward(grad, q, k, v, mask, out, sums, ctx.causal, ctx.scale, needs_mask_grad)
+        return *grads[:3], (grads[3] if needs_mask_grad else None), None, None
+
+
+def _is_ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+    """Whether the programs above do it: (B, H, L, E), plain tensors, no dropout."""
+    tensors = [t for t in (q, k, v, mask) if t is not None]
+    return (
+        dropout_p == 0
+        and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+        and all(t.dim() == 4 for t in (q, k, v))
+        and q.dtype == k.dtype == v.dtype
+        and q.is_floating_point()
+        and q.shape[0] == k.shape[0] == v.shape[0]
+        and k.shape[1] == v.shape[1]
+        and k.shape[2] == v.shape[2]
+        and q.shape[3] == k.shape[3]
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+        and min(q.shape[2], k.shape[2], q.shape[3], v.shape[3]) > 0
+        and (mask is None or (0 < mask.dim() <= 4))
+    )
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention."""
+    grouped = query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]
+    both = attn_mask is not None and is_causal
+    if (
+        both
+        or (grouped and not enable_gqa)
+        or not _is_ours(query, key, value, attn_mask, dropout_p)
+    ):
+        return torch.ops.aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale,
+            enable_gqa=enable_gqa,
+        )[0]  # fmt: skip
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if torch.is_grad_enabled():
+        return _Attention.apply(query, key, value, attn_mask, is_causal, factor)  # type: ignore[no-any-return,no-untyped-call]
+    return _forward(query, key, value, attn_mask, is_causal, factor)[0]  # type: ignore[no-any-return]
+
+
+# torch's own operator is one of autograd's: what it decomposes to depends on this device's name.
+AUTOGRAD_KERNELS: Mapping[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": scaled_dot_product_attention
+}
+KERNELS = AUTOGRAD_KERNELS

@@ -1,0 +1,153 @@
+"""Whole optimizer steps, `fused=True`: one program for all parameters.
+
+What changes from step to step (lr, betas, the step's number) is traced: it compiles once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import numpy as jnp
+
+from tpu_dist.runtime.operators.lowering import lower
+
+Array = Any
+Arrays = Sequence[Array]
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _unscaled(grad: Array, grad_scale: Array | None, maximize: bool) -> Array:
+    if grad_scale is not None:
+        grad = grad / grad_scale.astype(grad.dtype)
+    return -grad if maximize else grad
+
+
+def _kept(found_inf: Array | None, old: Array, new: Array) -> Array:
+    """The old value if some gradient was infinite: then the step is left out."""
+    return new if found_inf is None else jnp.where(found_inf.reshape(()) != 0, old, new)
+
+
+def _adam(
+    params: Arrays,
+    grads: Arrays,
+    averages: Arrays,
+    squares: Arrays,
+    max_squares: Arrays,
+    steps: Arrays,
+    *,
+    lr: Array,
+    beta1: Array,
+    beta2: Array,
+    weight_decay: Array,
+    eps: Array,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Array | None,
+    found_inf: Array | None,
+    decoupled: bool,
+) -> tuple[list[Array], ...]:
+    new: tuple[list[Array], ...] = ([], [], [], [], [])
+    for place, param in enumerate(params):
+        p, m, v = _wide(param), _wide(averages[place]), _wide(squares[place])
+        rate, b1, b2 = lr.astype(p.dtype), beta1.astype(p.dtype), beta2.astype(p.dtype)
+        decay, step = weight_decay.astype(p.dtype), steps[place].astype(p.dtype)
+        unscaled = _unscaled(_wide(grads[place]), grad_scale, False)
+        g = -unscaled if maximize else unscaled
+        q = p * (1 - rate * decay) if decoupled else p
+        if not decoupled:
+            g = g + decay * p
+        first = m + (1 - b1) * (g - m)
+        second = b2 * v + (1 - b2) * g * g
+        largest = second
+        if amsgrad:
+            largest = jnp.maximum(_wide(max_squares[place]), second)
+            new[4].append(_kept(found_inf, max_squares[place], largest))
+        size = jnp.sqrt(largest) / jnp.sqrt(1 - b2**step) + eps.astype(p.dtype)
+        q = q - rate / (1 - b1**step) * first / size
+        new[0].append(_kept(found_inf, p, q))
+        new[1].append(grads[place] if grad_scale is None else unscaled)
+        new[2].append(_kept(found_inf, m, first))
+        new[3].append(_kept(found_inf, v, second))
+    return new
+
+
+_TRACED = ("lr", "beta1", "beta2", "weight_decay", "eps", "dampening")
+
+
+def _enter_adam(name: str, decoupled: bool) -> None:
+    @lower(name, f"{name}.tensor_lr", has_meta=False, traced=_TRACED)
+    def _step(
+        params: Arrays,
+        grads: Arrays,
+        averages: Arrays,
+        squares: Arrays,
+        max_squares: Arrays,
+        steps: Arrays,
+        *,
+        lr: Array,
+        beta1: Array,
+        beta2: Array,
+        weight_decay: Array,
+        eps: Array,
+        amsgrad: bool,
+        maximize: bool,
+        grad_scale: Array | None = None,
+        found_inf: Array | None = None,
+    ) -> tuple[list[Array], ...]:
+        return _adam(
+            params,
+            grads,
+            averages,
+            squares,
+            max_squares,
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            decoupled=decoupled,
+        )
+
+
+_enter_adam("_fused_adam_", False)
+_enter_adam("_fused_adamw_", True)
+
+
+@lower("_fused_sgd_", "_fused_sgd_.tensor_lr", has_meta=False, traced=_TRACED)
+def _sgd(
+    params: Arrays,
+    grads: Arrays,
+    buffers: Arrays,
+    *,
+    weight_decay: Array,
+    momentum: float,
+    lr: Array,
+    dampening: Array,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+) -> tuple[list[Array], ...]:
+    new: tuple[list[Array], ...] = ([], [], [])
+    for place, param in enumerate(params):
+        p = _wide(param)
+        unscaled = _unscaled(_wide(grads[place]), grad_scale, False)
+        g = (-unscaled if maximize else unscaled) + weight_decay.astype(p.dtype) * p
+        if momentum:
+            old = _wide(buffers[place])
+            moved = g if is_first_step else old * momentum + (1 - dampening.astype(p.dtype)) * g
+            new[2].append(_kept(found_inf, old, moved))
+            g = g + momentum * moved if nesterov else moved
+        new[0].append(_kept(found_inf, p, p - lr.astype(p.dtype) * g))
+        new[1].append(grads[place] if grad_scale is None else unscaled)
+    return new

@@ -1,0 +1,132 @@
+"""Programs: XLA executables for one operator with operands of one kind, and how they are made."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from tpu_dist.runtime.device.modes import matmul_precision
+from tpu_dist.runtime.device.place import place
+from tpu_dist.runtime.operators.counters import COUNTERS
+
+Array = Any
+
+_logger = logging.getLogger(__name__)
+
+
+class NotLowered(NotImplementedError):
+    """This case of an operator has no lowering; it runs on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that a program makes; stride None: contiguous."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None
+
+    @staticmethod
+    def like(meta: torch.Tensor) -> Output:
+        """The geometry that a meta tensor has."""
+        stride = None if meta.is_contiguous() else tuple(meta.stride())
+        return Output(tuple(meta.shape), meta.dtype, stride)
+
+
+@dataclass(slots=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        run: takes the operands, returns the arrays, a tuple.
+        outputs: of a functional operator, one for each array; of a writing one, none.
+        shape: nested lists of placeholders, to build the operator's result from.
+        dtypes: of a writing operator: of the storages it wrote to, in order of their arrays.
+        has_flag: whether one more array, the last, says that an input was wrong.
+    """
+
+    run: Callable[..., tuple[Array, ...]]
+    outputs: Sequence[Output | None]
+    shape: Any
+    dtypes: Sequence[torch.dtype] = ()
+    has_flag: bool = False
+
+
+class _Tracing(threading.local):
+    depth = 0
+
+
+_tracing = _Tracing()
+
+
+def is_tracing() -> bool:
+    """Whether operators on this thread are being traced into a program, not run."""
+    return _tracing.depth > 0
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Trace operators that are called in the block: their tensors hold tracers."""
+    _tracing.depth += 1
+    try:
+        yield
+    finally:
+        _tracing.depth -= 1
+
+
+def compile_program(
+    function: Callable[..., tuple[Array, ...]],
+    operands: Sequence[Array],
+    donated: Sequence[int] = (),
+) -> Callable[..., tuple[Array, ...]]:
+    """Compile `function` for operands like these, with 64-bit dtypes as they are.
+
+    What is returned is called with arrays and returns arrays. JAX's own defaults are not touched:
+    they are set for the length of the tracing alone, on this thread.
+    """
+    home = place()
+    shapes = [
+        jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=home.sharding)
+        for operand in operands
+    ]
+    with (
+        warnings.catch_warnings(),
+        jax.enable_x64(True),
+        jax.default_matmul_precision(matmul_precision().value),
+    ):
+        # What is donated is of no more use, also where no result fits into it.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        jitted = jax.jit(
+            function,
+            donate_argnums=tuple(donated),
+            keep_unused=True,
+            out_shardings=home.sharding,
+        )
+        compiled = jitted.lower(*shapes).compile()
+    COUNTERS.programs += 1
+    return _runner(compiled)
+
+
+def _runner(compiled: Any) -> Callable[..., tuple[Array, ...]]:
+    """Call the executable itself.
+
+    JAX's own way to it would cast 64-bit operands to 32 bits wherever the user's JAX has not
+    enabled them, and looks at more than is needed here.
+    """
+    execute = compiled.runtime_executable().execute_sharded
+    constants = [place().put(np.asarray(c)) for c in compiled._params.const_args]
+
+    def run(*operands: Array) -> tuple[Array, ...]:
+        results = execute([*constants, *operands]).disassemble_into_single_device_arrays()
+        return tuple([shards[0] for shards in results])
+
+    return run
