@@ -1,7 +1,7 @@
 """The border between torch tensors and jax arrays: the one place where data crosses.
 
-CPU tensors enter the CPU platform without a copy, through DLPack, and leave with one. Inside, a
-payload is flat.
+CPU tensors enter the CPU platform without a copy, through DLPack, and leave with one; tensors on
+the device are an array already, and take one for their own. Inside, a payload is flat.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch._C import _to_dlpack
 
 from tpu_dist.collectives.dtypes import WireType
+from tpu_dist.runtime.device.box import box_of
+from tpu_dist.runtime.device.tensors import is_on_device, wrap
 
 Array = Any
 
@@ -23,9 +25,19 @@ ALIGNMENT = 64  # bytes; XLA's CPU client takes a buffer as it is only from ther
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in row-major order, 1-d; shares its memory where it can."""
-    if not tensor.numel():
-        return torch.empty(0, dtype=tensor.dtype)  # an empty view may have strides that forbid more
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if not tensor.numel():  # an empty view may have strides that forbid more
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if is_on_device(tensor):
+        box_of(tensor).settle()  # one collective after the other, also if nobody has waited
+    flattened = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # On the device a copy is free until one of both is written to: so what was passed is sent,
+    # whatever becomes of the tensor meanwhile.
+    return flattened.clone() if is_on_device(tensor) else flattened
+
+
+def is_remote(tensor: torch.Tensor) -> bool:
+    """Whether a flat tensor's bytes are not in the host's memory, and must not come there."""
+    return bool(tensor.numel()) and is_on_device(tensor)
 
 
 def carry(tensor: torch.Tensor, wire: WireType) -> torch.Tensor:
@@ -39,16 +51,24 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor, device: Any) -> Array:
-    """A flat CPU tensor as an array on `device`; keep the tensor until the array has been read.
+    """A flat tensor as an array on `device`; keep the tensor until the array has been read.
 
-    On the CPU platform it shares the tensor's memory.
+    On the CPU platform it shares a CPU tensor's memory.
     """
+    if is_on_device(tensor):
+        from tpu_dist.runtime.operators.engine import read_view
+
+        return read_view(tensor)
     return (_share if device.platform == "cpu" else _upload)(tensor, device)
 
 
 def copy_out(array: Array, target: torch.Tensor, device: Any) -> None:
-    """Fill a flat CPU tensor from the start of an array of this process, which is ready."""
-    (_copy_memory if device.platform == "cpu" else _download)(array, target)
+    """Fill a flat tensor from the start of an array of this process, which is ready."""
+    if not is_on_device(target):
+        (_copy_memory if device.platform == "cpu" else _download)(array, target)
+        return
+    arrived = wrap(array, target.dtype, array.shape)
+    target.copy_(arrived if arrived.numel() == target.numel() else arrived[: target.numel()])
 
 
 def _share(tensor: torch.Tensor, device: Any) -> Array:

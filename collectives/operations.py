@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401  gives numpy the narrow floats' names
 import numpy as np
 import torch
 
-from tpu_dist.collectives.border import carry, copy_out, flat, raw, to_array
+from tpu_dist.collectives.border import carry, copy_out, flat, is_remote, raw, to_array
 from tpu_dist.collectives.chunks import Chunk, chunks, pieces
 from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, wire_type
 from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
@@ -22,6 +22,7 @@ from tpu_dist.collectives.forms import arrival_step, num_steps
 from tpu_dist.collectives.plans import Plan, choose_plan
 from tpu_dist.collectives.programs import Array, Programs
 from tpu_dist.collectives.reducers import Reducer, combine, finish
+from tpu_dist.runtime.device.tensors import is_on_device
 
 _BYTES = WIRE_TYPES[torch.uint8]
 
@@ -77,7 +78,11 @@ class _Destination:
                 self._tensor.resolve_conj(), memory_format=torch.contiguous_format
             )
         )
-        self.flat = self._buffer.view(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+        self.flat = (
+            self._buffer.view(-1)
+            if tensor.numel()
+            else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        )
 
     def close(self) -> None:
         """Bring the buffer, if there is one, into the tensor."""
@@ -88,11 +93,14 @@ class _Destination:
 def _cut(payload: torch.Tensor | None, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
     """The chunk of a flat payload, padded to the program's size; anything where there is none."""
     if payload is None or not chunk.length or chunk.start >= payload.numel():
-        return torch.zeros(chunk.size, dtype=dtype)  # its receiver drops it
+        device = None if payload is None else payload.device
+        return torch.zeros(chunk.size, dtype=dtype, device=device)  # its receiver drops it
+    if chunk.length == chunk.size == payload.numel():
+        return payload
     piece = payload[chunk.start : chunk.start + chunk.length]
     if piece.numel() == chunk.size:
         return piece
-    padded = torch.zeros(chunk.size, dtype=dtype)
+    padded = torch.zeros(chunk.size, dtype=dtype, device=payload.device)
     padded[: piece.numel()] = piece
     return padded
 
@@ -106,7 +114,7 @@ def _scaled(payload: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _as_bytes(payload: torch.Tensor) -> bytes:
-    return raw(payload).numpy().tobytes()
+    return raw(payload).cpu().numpy().tobytes()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,7 +141,7 @@ class Whole:
 
     def payload(self) -> bytes | None:
         """See Operation."""
-        if self._flat.nbytes > INLINE_BYTES:
+        if self._flat.nbytes > INLINE_BYTES or is_remote(self._flat):
             return None
         return _as_bytes(self._flat)
 
@@ -275,7 +283,7 @@ class Exchange:
         own = [piece for piece in self._flats if piece is not None]
         if self._is_shared:
             own = own[:1]
-        if sum(piece.nbytes for piece in own) > INLINE_BYTES:
+        if sum(piece.nbytes for piece in own) > INLINE_BYTES or any(map(is_remote, own)):
             return None
         return b"".join(_as_bytes(piece) for piece in own)
 
@@ -386,7 +394,7 @@ def _first_receiver(sends: Sequence[torch.Tensor | None]) -> int:
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.data_ptr() == second.data_ptr()
+    return not is_on_device(first) and first.data_ptr() == second.data_ptr()
 
 
 def _from_payload(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:

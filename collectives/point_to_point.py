@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tpu_dist.collectives.border import flat, raw
+from tpu_dist.collectives.border import flat, is_remote, raw
 from tpu_dist.collectives.diagnosis import describe_absent, find_absent
 from tpu_dist.collectives.dtypes import NAMES_BY_CODE, wire_type
 from tpu_dist.collectives.engine import Engine
@@ -101,9 +101,9 @@ class PointToPoint:
             "tag": tag,
             "dtype": wire_type(tensor.dtype).code,
             "count": tensor.numel(),
-            "eager": payload.nbytes <= EAGER_BYTES,
+            "eager": payload.nbytes <= EAGER_BYTES and not is_remote(payload),
         }
-        body = raw(payload).numpy().tobytes() if meta["eager"] else b""
+        body = raw(payload).cpu().numpy().tobytes() if meta["eager"] else b""
         with self._lock:
             self._sends[send.identity] = send
         self._engine.watch(task)

@@ -387,8 +387,8 @@ def _reduction(opts: Any, tensor: Tensor) -> tuple[Reducer, float]:
 def _pieces(output: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Callable[[], None]]:
     """Views of the output's elements for each rank, and what brings them in if it is strided."""
     if output.is_contiguous() and not output.is_conj() and not output.is_neg():
-        return list(flat(output.data).split(list(sizes))), _nothing
-    buffer = torch.empty(output.numel(), dtype=output.dtype)
+        return list(output.data.reshape(-1).split(list(sizes))), _nothing
+    buffer = torch.empty(output.numel(), dtype=output.dtype, device=output.device)
 
     def close() -> None:
         output.data.copy_(buffer.view(output.shape))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +20,8 @@ from tpu_dist._work import CoalescedWork, Work
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.task import Call, Owner, Task
 from tpu_dist.errors import CollectiveError
+from tpu_dist.runtime.device.box import box_of
+from tpu_dist.runtime.device.tensors import is_on_device
 
 
 @dataclass(slots=True)
@@ -111,7 +116,7 @@ class GroupBase(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), torch.device("tpu")]
 
     def _get_backend(self, device: torch.device) -> GroupBase:
         return self
@@ -211,6 +216,9 @@ class GroupBase(dist.ProcessGroup):
             recorder.end(record, time.monotonic() - task.started, error)
             work.finish(error)
 
+        for output in outputs:
+            if is_on_device(output):
+                box_of(output).pending = functools.partial(_wait_if_alive, weakref.ref(work))
         task = Task(call, timeout, owner, settled)
         return task, work
 
@@ -239,6 +247,14 @@ class GroupBase(dist.ProcessGroup):
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+
+def _wait_if_alive(work: weakref.ref[Work]) -> None:
+    """Wait for a call before the next one reads what it writes; its error is its own waiters'."""
+    alive = work()
+    if alive is not None:
+        with contextlib.suppress(CollectiveError):
+            alive.wait()
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> str:

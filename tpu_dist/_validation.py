@@ -20,9 +20,9 @@ def check_tensor(verb: str, tensor: object, role: str = "tensor") -> torch.Tenso
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{verb}: {role} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "tpu"):
         raise ValueError(
-            f"{verb}: {role} is on device {tensor.device}; tensors on cpu are carried. "
+            f"{verb}: {role} is on device {tensor.device}; tensors on cpu and tpu are carried. "
             + ("A meta tensor holds no data: materialise it first." if tensor.is_meta else "")
         )
     if tensor.layout is not torch.strided:

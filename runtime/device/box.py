@@ -6,6 +6,7 @@ aliases that are made in C++ (detach, .data, parameters, views) find it too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ class Box:
         nbytes: length of the storage.
         shared: whether others hold the array (a clone, a collective under way): it must not be
             donated to a program then.
+        pending: what waits for the collective that was last to write here; None if there is none.
         sized: whether the C++ storage knows its length. That costs 2 us, and only as_strided asks.
     """
 
-    __slots__ = ("__weakref__", "array", "dtype", "nbytes", "shared", "sized")
+    __slots__ = ("__weakref__", "array", "dtype", "nbytes", "pending", "shared", "sized")
 
     def __init__(self, array: Array, dtype: torch.dtype, nbytes: int) -> None:
         self.array = array
@@ -34,6 +36,13 @@ class Box:
         self.nbytes = nbytes
         self.shared = False
         self.sized = False
+        self.pending: Callable[[], object] | None = None
+
+    def settle(self) -> None:
+        """Block until the collective that was last to write here, if any, has."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
 
     def put(self, array: Array, dtype: torch.dtype) -> None:
         """Replace the contents by an array that nobody else holds."""

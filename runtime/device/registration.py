@@ -93,11 +93,17 @@ def _print_from_host() -> None:
 
 
 def _pinning() -> torch.library.Library:
-    """Host memory needs no pinning for PJRT: pin_memory() gives a plain copy."""
+    """Host memory needs no pinning for PJRT: pin_memory() gives a plain copy, which says it is."""
     library = torch.library.Library("aten", "IMPL")
 
     def pin(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        return self.clone()
+        copy = self.clone()
+        copy.untyped_storage()._pinned_for_tpu = True  # type: ignore[attr-defined]
+        return copy
+
+    def is_pinned(self: torch.Tensor, device: torch.device | None = None) -> bool:
+        return "_pinned_for_tpu" in self.untyped_storage().__dict__
 
     library.impl("_pin_memory", pin, "CPU", allow_override=True)
+    library.impl("is_pinned", is_pinned, "CPU", allow_override=True)
     return library

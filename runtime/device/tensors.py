@@ -99,8 +99,8 @@ def array_of_storage(tensor: torch.Tensor, box: Box) -> Array:
 
 
 def fill_storage(tensor: torch.Tensor, box: Box) -> None:
-    """Give a storage without contents some, as array_of_storage() says."""
-    if not tensor.numel():
+    """Give a storage without contents some, as array_of_storage() says; others are left alone."""
+    if box.array is not None or not tensor.numel():
         return
     if not box.nbytes:
         raise RuntimeError(

@@ -17,7 +17,7 @@ from tpu_dist.runtime.device import checks
 from tpu_dist.runtime.device.box import Box, box_of
 from tpu_dist.runtime.device.dtypes import TO_ARRAY, TO_TORCH, array_dtype
 from tpu_dist.runtime.device.generator import next_key
-from tpu_dist.runtime.device.geometry import dense_order, in_storage_order, read, write
+from tpu_dist.runtime.device.geometry import bitcast, dense_order, in_storage_order, read, write
 from tpu_dist.runtime.device.modes import is_blocking, matmul_precision
 from tpu_dist.runtime.device.place import on_forget, place
 from tpu_dist.runtime.device.tensors import create_empty, fill_storage, wrap
@@ -350,7 +350,6 @@ class Operator:
         results, _, _ = self._evaluator(args, kwargs)
         views = [View.of(target, None) for target in targets]
         bases = {box: boxes.index(box) for box in target_boxes if box in boxes}
-        dtypes = {box: box.dtype for box in target_boxes}
         wholes = [_is_whole(t, b) for t, b in zip(targets, target_boxes, strict=True)]
 
         def new_arrays(arrays: Sequence[Array]) -> tuple[list[Array], Any]:
@@ -359,8 +358,12 @@ class Operator:
             for value, view, box, whole in zip(values, views, target_boxes, wholes, strict=True):
                 value = _as_result(value, view.size, view.dtype)
                 if whole:
-                    states[box] = in_storage_order(value, view.size, view.stride)
-                    dtypes[box] = view.dtype
+                    value = in_storage_order(value, view.size, view.stride)
+                    states[box] = (
+                        bitcast(value.reshape(-1), array_dtype(box.dtype))
+                        if (_keeps_dtype(box, view.dtype))
+                        else value
+                    )
                 elif math.prod(view.size):
                     states[box] = write(
                         states[box],
@@ -374,9 +377,9 @@ class Operator:
                     states.setdefault(box, value.reshape(-1))
             return [states[box] for box in dict.fromkeys(target_boxes)], flag
 
-        found = [dtypes[box] for box in dict.fromkeys(target_boxes)]
+        found = [box.dtype for box in dict.fromkeys(target_boxes)]
         for view, box, whole in zip(views, target_boxes, wholes, strict=True):
-            if whole:
+            if whole and not _keeps_dtype(box, view.dtype):
                 found[list(dict.fromkeys(target_boxes)).index(box)] = view.dtype
         return new_arrays, found
 
@@ -473,7 +476,7 @@ def _describe_targets(
         box = target_boxes[0]
         if boxes[0] is box:
             target = targets[0]
-            key += (target.dtype, box.nbytes, box.shared)
+            key += (target.dtype, box.dtype, box.nbytes, box.shared)
             return [] if box.shared else [0]
     places: dict[Box | None, int] = {}
     doubled = set()
@@ -489,6 +492,7 @@ def _describe_targets(
             target.stride(),
             target.storage_offset(),
             target.dtype,
+            box.dtype,
             box.nbytes,
             base,
         )
@@ -499,6 +503,16 @@ def _describe_targets(
         key.append(tuple(order[box] for box in target_boxes))
     key.append(tuple(donated))
     return donated
+
+
+def _keeps_dtype(box: Box, written: torch.dtype) -> bool:
+    """Whether a storage that is filled with elements of `written` goes on as what it was.
+
+    It does where it is seen as something narrower for a while, as bytes mostly: its tensors would
+    be cast at every look.
+    """
+    wider = box.dtype.itemsize > written.itemsize
+    return wider and box.nbytes % box.dtype.itemsize == 0
 
 
 def _is_whole(target: torch.Tensor, box: Box) -> bool:
@@ -574,7 +588,7 @@ _readers = program_cache()
 def read_view(tensor: torch.Tensor) -> Array:
     """The elements of a tensor on the device as an array of its shape; the storage's own, if so."""
     box = box_of(tensor)
-    fill_storage(tensor, box) if box.array is None else None
+    fill_storage(tensor, box)
     view = View.of(tensor, None if box.array is None else 0)
     array = box.array
     if array is None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, gloo_cannot
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,6 +21,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+
+DEVICE = "cpu"
+"""Where models and batches are; on_device() chooses another in a rank."""
 
 STEPS, BATCH, LENGTH, TOKENS, WIDTH, HEADS, LAYERS = 20, 8, 16, 61, 32, 4, 2
 
@@ -70,7 +73,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(LENGTH))
+        x = self.tokens(tokens) + self.places(torch.arange(LENGTH, device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -78,7 +81,7 @@ class Transformer(nn.Module):
 
 def make_model() -> Transformer:
     torch.manual_seed(0)
-    return Transformer()
+    return Transformer().to(DEVICE)
 
 
 def batch_of(step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +90,7 @@ def batch_of(step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
     start = torch.randint(0, TOKENS, (BATCH, 1), generator=generator)
     stride = torch.randint(1, 4, (BATCH, 1), generator=generator)
     rows = (start + stride * torch.arange(LENGTH + 1)) % TOKENS
-    mine = rows[part::parts]
+    mine = rows[part::parts].to(DEVICE)
     return mine[:, :-1], mine[:, 1:]
 
 
@@ -123,23 +126,23 @@ def by_ddp(rank: int) -> Any:
 
 
 def by_fsdp(rank: int) -> Any:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("all",))
     return train(shard(make_model(), mesh), rank, 2)
 
 
 def by_fsdp_in_bfloat16(rank: int) -> Any:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("all",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return train(shard(make_model(), mesh, mp_policy=policy), rank, 2)
 
 
 def by_hybrid(rank: int) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     return train(shard(make_model(), mesh), rank, 4)
 
 
 def by_fsdp_over_tensor_parallel(rank: int) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "model"))
     model = make_model()
     for block in model.blocks:
         plan = {
@@ -166,7 +169,24 @@ def by_fsdp_over_tensor_parallel(rank: int) -> Any:
     return train(shard(model, mesh["data"]), mesh.get_local_rank("data"), 2)
 
 
+def by_fsdp_with_offload(rank: int) -> Any:
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("all",))
+    return train(shard(make_model(), mesh, offload_policy=CPUOffloadPolicy()), rank, 2)
+
+
 Run = Callable[[int], Any]
+
+
+def on_device(rank: int, name: str) -> tuple[Any, dict[str, int]]:
+    """A run with all of it on "tpu", and what fell back."""
+    global DEVICE
+    run = globals()[name]
+    DEVICE = "tpu"
+    torch.tpu.reset_fallback_counts()
+    try:
+        return run(rank), torch.tpu.fallback_counts()
+    finally:
+        DEVICE = "cpu"
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +245,38 @@ def test_four_ranks_train_with_the_losses_of_gloo_and_of_one_process(
     got = pool4(run)
     assert_parity(got, gloo4(run))
     assert_learns_like_one_process(got[0], rtol=1e-4)
+
+
+@gloo_cannot("it has no tensors on 'tpu'")
+@pytest.mark.parametrize(
+    "run", [by_ddp, by_fsdp, by_fsdp_in_bfloat16], ids=lambda run: run.__name__
+)
+def test_two_ranks_train_on_the_device_as_on_the_cpu(
+    pool2: RankPool, gloo2: RankPool, run: Run
+) -> None:
+    results = pool2(on_device, run.__name__)
+    wanted = gloo2(run)
+    rtol = 1e-2 if run is by_fsdp_in_bfloat16 else 1e-5
+    for (got, fallbacks), (losses, _) in zip(results, wanted, strict=True):
+        assert not fallbacks
+        assert_close(got[0], losses, rtol=rtol, atol=0)
+
+
+@gloo_cannot("it has no tensors on 'tpu'")
+def test_parameters_may_wait_on_the_host(pool2: RankPool, gloo2: RankPool) -> None:
+    wanted = gloo2(by_fsdp)
+    for (got, _), (losses, _) in zip(pool2(on_device, "by_fsdp_with_offload"), wanted, strict=True):
+        assert_close(got[0], losses, rtol=1e-5, atol=0)
+
+
+@gloo_cannot("it has no tensors on 'tpu'")
+@pytest.mark.parametrize(
+    "run", [by_hybrid, by_fsdp_over_tensor_parallel], ids=lambda run: run.__name__
+)
+def test_four_ranks_train_on_the_device_as_on_the_cpu(
+    pool4: RankPool, gloo4: RankPool, run: Run
+) -> None:
+    results = pool4(on_device, run.__name__)
+    for (got, fallbacks), (losses, _) in zip(results, gloo4(run), strict=True):
+        assert not fallbacks
+        assert_close(got[0], losses, rtol=1e-5, atol=0)

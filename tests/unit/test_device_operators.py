@@ -138,10 +138,11 @@ def test_indexing() -> None:
         return [x[rows], x[rows, columns], x[:, rows[:2], None], x[mask], written, added,
                 x[rows[:, None], :, columns], torch.nonzero(mask), x.masked_select(x > 30),
                 x.take_along_dim(rows[None, :, None], 1),
-                x.index_select(1, rows[:2]), torch.zeros(5, 5, device=d).scatter_add_(
-                    0, rows[None, :2].expand(3, 2) % 3, x[0, :3, :2]),
+                x.index_select(1, rows[:2].abs()),
                 torch.zeros(5, 5, device=d).scatter_add_(
                     0, rows[None, :2].expand(3, 2) % 3, x[0, :3, :2]),
+                x.flatten().scatter_reduce(0, rows.abs(), torch.ones(3, device=d), "amax"),
+                ]  # fmt: skip
 
     both(run)
 

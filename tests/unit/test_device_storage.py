@@ -253,7 +253,8 @@ def test_a_pinned_loader_feeds_the_device() -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True)
     got = [batch[0].to("tpu", non_blocking=True).sum().item() for batch in loader]
     assert got == [6, 22]
-    assert torch.ones(2).pin_memory().tolist() == [1, 1]
+    pinned = torch.ones(2).pin_memory()
+    assert pinned.tolist() == [1, 1] and pinned.is_pinned() and not torch.ones(2).is_pinned()
 
 
 def test_conjugates_and_negatives_are_views() -> None:
