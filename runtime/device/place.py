@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -61,18 +61,29 @@ class Place:
 
     def scalar(self, value: bool | int | float | complex) -> Array:
         """A 0-d array of a Python number, 64 bits wide; recent ones are kept."""
-        kind = type(value)
-        # 0.0 and -0.0 are equal, yet not the same.
-        key = (kind, value if value else repr(value))
+        return self._kept_scalar(value, _WIDE[type(value)])
+
+    def narrow_scalar(self, value: float) -> Array:
+        """A 0-d array of float32, likewise; infinite where that has no such number."""
+        return self._kept_scalar(value, np.float32)
+
+    def _kept_scalar(self, value: bool | int | float | complex, dtype: type) -> Array:
+        key = (dtype, value if value else repr(value))  # 0.0 and -0.0 are equal, yet not the same
         array = self._scalars.get(key)
         if array is None:
             if len(self._scalars) >= _MAX_SCALARS:
                 self._scalars.clear()
-            array = self._scalars[key] = self.put(np.asarray(value, _WIDE.get(kind)))
+            with np.errstate(over="ignore"):
+                array = self._scalars[key] = self.put(np.asarray(value, dtype))
         return array
 
 
-_WIDE = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+_WIDE: Mapping[type, type] = {
+    bool: np.bool_,
+    int: np.int64,
+    float: np.float64,
+    complex: np.complex128,
+}
 
 # One a process, as the PJRT client is.
 _place: Place | None = None

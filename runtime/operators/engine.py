@@ -18,11 +18,18 @@ from tpu_dist.runtime.device.box import Box, box_of
 from tpu_dist.runtime.device.dtypes import TO_ARRAY, TO_TORCH, array_dtype
 from tpu_dist.runtime.device.generator import next_key
 from tpu_dist.runtime.device.geometry import bitcast, dense_order, in_storage_order, read, write
-from tpu_dist.runtime.device.modes import is_blocking, matmul_precision
+from tpu_dist.runtime.device.modes import is_blocking, precision_key
 from tpu_dist.runtime.device.place import on_forget, place
 from tpu_dist.runtime.device.tensors import create_empty, fill_storage, wrap
 from tpu_dist.runtime.operators.answers import ask
-from tpu_dist.runtime.operators.arguments import GENERATOR, TemplateMaker, collect, kind_of
+from tpu_dist.runtime.operators.arguments import (
+    GENERATOR,
+    TENSOR,
+    TENSORS,
+    TemplateMaker,
+    collect,
+    kind_of,
+)
 from tpu_dist.runtime.operators.evaluate import evaluate
 from tpu_dist.runtime.operators.fallback import fall_back
 from tpu_dist.runtime.operators.lowering import Lowering
@@ -84,6 +91,9 @@ class Operator:
         self.written = [self.positional.index(a) for a in written]
         packet = overload._schema.name.split("::")[1]
         self.numbers_as_tensors = not torch._C._should_allow_numbers_as_tensors(packet)
+        self.makes_from_nothing = not {TENSOR, TENSORS} & set(self.kinds) and any(
+            a.name == "dtype" for a in natural._schema.arguments
+        )
         self.returns_nothing = not overload._schema.returns
         self.programs = program_cache()
 
@@ -103,7 +113,7 @@ class Operator:
                 key.append(name)
                 collect((value,), (self.keyword_kinds[name],), key, operands, boxes)
         if self.lowering.multiplies:
-            key.append(matmul_precision())
+            key.append(precision_key())
         return key, operands
 
     def _templates(
@@ -134,11 +144,14 @@ class Operator:
         return place().put(next_key(generator))
 
     def _evaluator(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
+        self, args: Sequence[Any], kwargs: dict[str, Any], out: torch.Tensor | None = None
     ) -> tuple[Callable[..., tuple[list[Array], Any]], Any, TemplateMaker]:
         """What computes the results from the operands' arrays, and meta tensors like them."""
         positional, keywords, maker = self._templates(args, kwargs)
-        natural = self._natural_result(positional, keywords)
+        asked = keywords
+        if out is not None and self.makes_from_nothing:  # its dtype is the output's
+            asked = keywords | {"dtype": out.dtype}
+        natural = self._natural_result(positional, asked)
 
         def results(arrays: Sequence[Array]) -> tuple[list[Array], Any]:
             key = arrays[maker.count] if self.lowering.random else None
@@ -172,7 +185,7 @@ class Operator:
         special = lowering.random or lowering.checks is not None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if multiplies:  # torch leaves conjugation to these
+            if multiplies and args[0].is_complex():  # torch leaves conjugation to these
                 args = tuple([_unconjugated(value) for value in args])
             if is_tracing():
                 return self._trace_functional(args, kwargs)
@@ -263,7 +276,7 @@ class Operator:
         multiplies = self.lowering.multiplies
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if multiplies:
+            if multiplies and args[0].is_complex():
                 args = tuple([_unconjugated(value) for value in args])
             out_tensors = [kwargs.pop(name) for name in outs] if outs else ()
             boxes: list[Box | None] = []
@@ -347,7 +360,7 @@ class Operator:
         if not self.outs and self.natural is not self.overload:
             positional, keywords, _ = self._templates(args, kwargs)
             ask(self.overload, positional, keywords)
-        results, _, _ = self._evaluator(args, kwargs)
+        results, _, _ = self._evaluator(args, kwargs, targets[0] if self.outs else None)
         views = [View.of(target, None) for target in targets]
         bases = {box: boxes.index(box) for box in target_boxes if box in boxes}
         wholes = [_is_whole(t, b) for t, b in zip(targets, target_boxes, strict=True)]
