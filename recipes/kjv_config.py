@@ -38,7 +38,7 @@ class KjvConfig:
     """
 
     backend: str = "tpu_dist"
-    device: str = "cpu"
+    device: str = "tpu"
     timeout: timedelta = timedelta(minutes=5)
     seed: int = 1611
     held_out_every: int = 20
@@ -64,6 +64,8 @@ class KjvConfig:
             torch.device(self.device)
         except RuntimeError as error:
             raise ValueError(f"device {self.device!r} is not known to torch: {error}") from error
+        if self.backend == "gloo" and torch.device(self.device).type == "tpu":
+            raise ValueError("gloo carries no tensors that are on 'tpu'; add --device cpu")
 
     def settings(self) -> Mapping[str, Setting]:
         """All that decides the weights a run ends with, by option name; no process count is."""

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from tpu_dist.collectives.lane import current_lane
 from tpu_dist.errors import CollectiveTimeoutError
+from tpu_dist.runtime.device.tensors import is_on_device
 
 # For callbacks where no lane runs them: they may block, which the channel's and the watchdog's
 # threads must not. And torch wants an asynchronous profiler event to end on another thread than it
@@ -59,6 +61,7 @@ class Work(dist.Work):
         """
         super().__init__()
         self._outputs = list(outputs)
+        self._released: list[weakref.ref[torch.Tensor]] = []
         self._describe = describe
         self._event = event
         self._began_on = threading.get_ident()
@@ -133,7 +136,14 @@ class Work(dist.Work):
                 future.wait()
         if self._error is not None:
             raise self._error
+        self._let_go()
         return True
+
+    def _let_go(self) -> None:
+        """Leave the outputs on the device to those who use them: _recent would keep them alive."""
+        if self._future is None and self._outputs and all(map(is_on_device, self._outputs)):
+            self._released = [weakref.ref(output) for output in self._outputs]
+            self._outputs = []
 
     def synchronize(self) -> None:
         """Same as wait()."""
@@ -152,8 +162,11 @@ class Work(dist.Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors; filled once it is completed."""
-        return self._outputs
+        """The output tensors; filled once it is completed.
+
+        Of tensors on the device, those that somebody still holds, once it was waited for.
+        """
+        return self._outputs or [t for left in self._released if (t := left()) is not None]
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of output tensors."""
@@ -175,7 +188,7 @@ class Work(dist.Work):
         if self._error is not None:
             future.set_exception(self._error)
         else:
-            future.set_result(self._outputs)
+            future.set_result(self.result())
 
     def _end_event(self) -> None:
         event, self._event = self._event, None

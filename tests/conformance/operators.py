@@ -2,6 +2,8 @@
 
     python tests/conformance/operators.py --write       # all of it, writes docs/operators.md
     python tests/conformance/operators.py --only add mm # some of it, prints what differs
+    python tests/conformance/operators.py --keep rows.jsonl --dtypes float32   # a part of it, and
+    python tests/conformance/operators.py --table rows.jsonl                   # the table of parts
 
 For each operator and dtype: every sample forwards, and backwards where the CPU can. A row of the
 table says what became of the worst sample: native (no fallback), fallback (some operator ran on the
@@ -225,6 +227,9 @@ def examine_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 last = json.loads(line)
                 if "status" in last:
                     rows.append(last)
+                    if arguments.keep:
+                        with open(arguments.keep, "a") as kept:
+                            kept.write(line)
                     if last["status"] in arguments.show:
                         words = f"{last['status']:12} {last['op']:45} {last['dtype']:10}"
                         print(words, last["seconds"], last["detail"], flush=True)
@@ -292,12 +297,20 @@ def main() -> None:
     parser.add_argument("--stop", type=int, default=0)
     parser.add_argument("--chunk", type=int, default=40, help="operators a process")
     parser.add_argument("--show", nargs="*", default=["wrong", "unsupported", "crash"])
+    parser.add_argument("--keep", help="file to append finished rows to, a line of JSON each")
+    parser.add_argument("--table", nargs="*", help="write docs/operators.md from files of --keep")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.start, arguments.stop, arguments.only, arguments.dtypes, arguments.limit)
         return
-    rows = examine_all(arguments)
+    if arguments.table:
+        rows = [
+            json.loads(row) for f in arguments.table for row in Path(f).read_text().splitlines()
+        ]
+        arguments.write = True
+    else:
+        rows = examine_all(arguments)
     print(collections.Counter((row["dtype"], row["status"]) for row in rows))
     if arguments.write:
         target = Path(__file__).resolve().parents[2] / "docs" / "operators.md"

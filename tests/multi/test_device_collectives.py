@@ -172,6 +172,29 @@ def test_results_are_the_tensors_own() -> None:
     assert pool(2)(share_nothing) == [[3.0, 3.0, 6.0, 6.0]] * 2
 
 
+def make_and_drop(rank: int) -> list[int]:
+    import gc
+
+    def step() -> None:
+        x = torch.ones(1 << 16, device="tpu")
+        output = torch.empty(1 << 17, device="tpu")
+        dist.all_gather_into_tensor(output, x)
+        dist.all_reduce(x)
+
+    seen = []
+    for _ in range(3):
+        for _ in range(20):
+            step()
+        gc.collect()
+        seen.append(torch.tpu.memory_allocated())
+    return seen
+
+
+def test_what_was_communicated_is_not_kept() -> None:
+    for first, _, last in pool(2)(make_and_drop):
+        assert last <= first
+
+
 def mixed(rank: int) -> tuple[list[float], list[float], Any, list[Any]]:
     device, host = torch.ones(4, device="tpu"), torch.ones(4)
     works = [dist.all_reduce(t, async_op=True) for t in (device, host, device)]

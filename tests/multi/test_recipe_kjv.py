@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 BACKEND = os.environ.get("RECIPE_TEST_BACKEND", "tpu_dist")
+DEVICE = "cpu" if BACKEND == "gloo" else "tpu"
 
 pytestmark = [
     pytest.mark.skipif(
@@ -93,7 +94,16 @@ def launched(run_dir: Path, *arguments: str, num_processes: int = 2) -> Iterator
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_processes), "-m", "tpu_dist.recipes.kjv"),
-        *("--backend", BACKEND, "--run-dir", str(run_dir), "--json", f"{run_dir}.jsonl"),
+        *(
+            "--backend",
+            BACKEND,
+            "--device",
+            DEVICE,
+            "--run-dir",
+            str(run_dir),
+            "--json",
+            f"{run_dir}.jsonl",
+        ),
         *arguments,
     ]
     process = Launched(
@@ -160,7 +170,7 @@ def test_it_learns(uninterrupted: Path) -> None:
 def test_it_says_what_it_does(uninterrupted: Path) -> None:
     lines = (uninterrupted.parent / "stdout").read_text().splitlines()
     (note,) = (line for line in lines if "M parameters" in line)
-    assert f"2 processes, backend {BACKEND}, device cpu" in note
+    assert f"2 processes, backend {BACKEND}, device {DEVICE}" in note
     assert sum(line.startswith("step ") for line in lines) == NUM_STEPS
     assert any(line.startswith("validation  loss ") for line in lines)
     assert lines[lines.index("sample:") + 1].startswith("In the beginning")

@@ -41,6 +41,7 @@ def run(*arguments: str, rank: int | None = 0, size: int = 1) -> Result:
         (["--timeout", "0"], "timeout must be positive"),
         (["--seed", "-1"], "seed must not be negative, got -1"),
         (["--device", "abacus"], "device 'abacus' is not known to torch"),
+        (["--backend", "gloo"], "add --device cpu"),
         (["--sample-tokens", "-1"], "sample_tokens must not be negative, got -1"),
         (["--temperature", "-0.5"], "temperature must not be negative, got -0.5"),
         (["--prompt", ""], "prompt must not be empty"),
