@@ -112,6 +112,19 @@ class Group:
         return self._links_of_chips(digits) / share
 
     @property
+    def available_links(self) -> float:
+        """Links that a chip has towards its group, one way: what no program can exceed.
+
+        More than `num_links` where one ring does not use them all.
+        """
+        digits = self._on_chips()
+        if not digits:
+            return math.inf
+        share = self.slice.generation.devices_per_chip // self.num_cores
+        there = sum(self._links_of_chips((digit,)) for digit in digits)
+        return max(self.num_links, there / share)
+
+    @property
     def gather_cost(self) -> float:
         """Time of an all_gather, in units of (bytes gathered) / (bandwidth of one link)."""
         return (1 - 1 / self.num_chips) / self.num_links
@@ -120,7 +133,7 @@ class Group:
         return tuple(digit for digit in self.digits if digit.axis != CORE_AXIS)
 
     def _links_of_chips(self, digits: tuple[Digit, ...]) -> float:
-        if self.spans_whole_axes:
+        if all(digit.size == self.slice.shape[digit.axis] for digit in digits):
             return sum(self._whole_axis_links(digit.axis) for digit in digits)
         stride = max(digit.stride for digit in digits)
         if len(digits) == 1:

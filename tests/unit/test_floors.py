@@ -26,6 +26,7 @@ FOLDERS = [floor for floor in MAY_IMPORT if floor != FACE]
 
 # The environment is read at the edges; whoever needs it elsewhere is handed what was read.
 READERS_OF_THE_ENVIRONMENT = {
+    "collectives/planner.py",  # keeps libtpu's compiler, in a process of its own, from a TPU VM
     "launch/cli.py",  # hands it to launch/environment.py
     "launch/environment.py",
     "recipes/world.py",

@@ -1,0 +1,131 @@
+"""How long a compiled program's collectives take by the model of links, and how long they must.
+
+time = bytes x (chips - 1) / chips / (links x bandwidth), twice that for an all-reduce. Links are
+what the program uses (2 for a phase, a colour each), and no more than there are. Latency (about
+1 us a hop), barriers, HBM and the links between the devices of a chip are left out. No figure here
+was measured on a chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tpu_dist.collectives.compiled_program import CompiledCollective
+from tpu_dist.topology.groups import CORE_AXIS, Digit, Group
+from tpu_dist.topology.rank_map import Numbers, coordinates
+from tpu_dist.topology.slice import Slice
+from tpu_dist.topology.system import System
+
+# By kind in HLO: how often the whole payload crosses a chip's links, and what of the result the
+# payload is (None: the result itself; a reduce-scatter's is the result of one times the members).
+_PASSES: Mapping[str, float] = {
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-reduce": 2,
+    "all-to-all": 0.25,  # of a ring's way, on average a quarter: the scaling book's figure
+    "collective-broadcast": 1,
+    "collective-permute": 1,
+}
+_MOST_GROUPS = 64  # of a program are looked at: they are alike, or the first ones differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What the model says of a program.
+
+    Attributes:
+        seconds: of all of its collectives, one after the other.
+        links: of the collective that takes longest; less than 1 where they are shared.
+        algorithm: of each collective, with its kind.
+    """
+
+    seconds: float
+    links: float
+    algorithm: str
+
+
+def estimate(
+    system: System, devices: Numbers, collectives: Sequence[CompiledCollective]
+) -> Estimate:
+    """Return what the model says of a program.
+
+    Args:
+        system: what it was compiled for.
+        devices: the number of the device at each place of the program's list.
+        collectives: as read from it.
+    """
+    table = coordinates(system)
+    seconds, longest, links, names = 0.0, -1.0, 0.0, []
+    for collective in collectives:
+        groups = collective.groups[:_MOST_GROUPS] or (tuple(range(devices.size)),)
+        bounds = [_seconds(system.slice, table[devices[list(g)]], collective) for g in groups]
+        worst, used = max(bounds)
+        seconds += worst
+        if worst > longest:
+            longest, links = worst, used
+        name = f"{collective.kind} ({collective.algorithm}, {collective.colours} colours)"
+        names.append(name)
+    return Estimate(seconds=seconds, links=links, algorithm=" + ".join(dict.fromkeys(names)))
+
+
+def ideal_seconds(group: Group, verb: str, num_bytes: int) -> float:
+    """Return what a collective over a group takes if every link that it has is used."""
+    passes = _PASSES[verb.replace("_", "-")]
+    share = 1 - 1 / group.num_chips
+    return passes * num_bytes * share / (group.available_links * _bandwidth(group.slice))
+
+
+def _seconds(slice_: Slice, places: Numbers, collective: CompiledCollective) -> tuple[float, float]:
+    """Return the time of one group, and the links that it uses."""
+    chips = len({tuple(place[:4]) for place in places.tolist()})
+    if chips == 1:
+        return 0.0, 0.0
+    payload = collective.result_bytes
+    if collective.kind == "reduce-scatter":
+        payload *= len(places)
+    links = _links_used(slice_, places, collective)
+    if collective.kind == "collective-permute":
+        return payload / (links * _bandwidth(slice_)), links
+    passes = _PASSES[collective.kind]
+    return passes * payload * (1 - 1 / chips) / (links * _bandwidth(slice_)), links
+
+
+def _links_used(slice_: Slice, places: Numbers, collective: CompiledCollective) -> float:
+    group = group_of(slice_, places)
+    asked = min(collective.colours, 2 * collective.phases)
+    if group is None:  # no block: a ring at most, which others cross
+        return min(asked, 1)
+    on_chips = [digit for digit in group.digits if digit.axis != CORE_AXIS]
+    share = slice_.generation.devices_per_chip / group.num_cores
+    if collective.phases >= len(on_chips):
+        return min(asked / share, group.available_links)
+    if group.spans_whole_axes:  # one ring through all of it
+        return min(asked, 2) / share
+    return min(asked / share, group.num_links)
+
+
+def group_of(slice_: Slice, places: Numbers) -> Group | None:
+    """Return the group that these devices are, or None if they are no regular block of one slice.
+
+    Args:
+        slice_: the slice.
+        places: (slice, x, y, z, core) of each device.
+    """
+    digits = []
+    volume = 1
+    for axis in range(CORE_AXIS + 1):
+        at = sorted(set(places[:, axis + 1].tolist()))
+        steps = {b - a for a, b in zip(at, at[1:], strict=False)}
+        if len(steps) > 1:
+            return None
+        volume *= len(at)
+        if len(at) > 1:
+            digits.append(Digit(axis=axis, size=len(at), stride=steps.pop()))
+    if volume != len(places) or len(set(places[:, 0].tolist())) > 1:
+        return None
+    return Group(slice=slice_, digits=tuple(digits))
+
+
+def _bandwidth(slice_: Slice) -> float:
+    return slice_.generation.link_bandwidth

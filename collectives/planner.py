@@ -1,0 +1,172 @@
+"""What a mesh's collectives will do on a slice: each is compiled for it, read and estimated.
+
+As a program (``python -m tpu_dist.collectives.planner``) it takes a plan on stdin and answers each
+case that it is asked for with a line of JSON. The compiler may end it: start another then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from tpu_dist.collectives.ahead_of_time import (
+    COMPILER_ENVIRONMENT,
+    Compiler,
+    naive_places,
+    tuned_places,
+)
+from tpu_dist.collectives.compiled_program import read_program
+from tpu_dist.collectives.ici_model import estimate, ideal_seconds
+from tpu_dist.collectives.tuned_forms import NAIVE, TUNED, TunedForm, naive_form, tuned_forms
+from tpu_dist.topology.errors import TpuDistError
+from tpu_dist.topology.mesh_layout import MeshLayout
+from tpu_dist.topology.mesh_search import lay_out_mesh
+from tpu_dist.topology.rank_map import Numbers
+from tpu_dist.topology.system import System
+
+_GOOD_ENOUGH = 0.99  # of the ideal: no further candidate is compiled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one collective does, as written to JSON.
+
+    Attributes:
+        axis: of the mesh; ``all`` where the whole slice is the one axis.
+        verb: all_reduce, all_gather or reduce_scatter.
+        form: naive or tuned.
+        bytes: of the payload (the gathered, the reduced, the one to be scattered), rounded up to
+            whole tiles for each member.
+        algorithm: as read from the compiled program.
+        links_used: by each chip, one way.
+        modelled_us: by the model of `ici_model`; DCN, latency and HBM are not in it.
+        ideal_us: if the axis used every link that its layout has.
+        efficiency: the ideal over the modelled.
+        temp_bytes: that the program needs on a device.
+        compile_s: of all the candidates that were compiled.
+    """
+
+    axis: str
+    verb: str
+    form: str
+    bytes: int
+    algorithm: str
+    links_used: float
+    modelled_us: float
+    ideal_us: float
+    efficiency: float
+    temp_bytes: int
+    compile_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as written."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Planner:
+    """Plans the collectives of one mesh on one system."""
+
+    def __init__(self, system: System, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+        """Lay the mesh out and describe the system to the compiler.
+
+        Raises:
+            TopologyError: the mesh does not fit.
+            UnsupportedError: the system cannot be compiled for.
+        """
+        self._layout: MeshLayout = lay_out_mesh(system, sizes, names=names)
+        self._compiler = Compiler(system)
+
+    @property
+    def layout(self) -> MeshLayout:
+        """Where the mesh's axes are laid."""
+        return self._layout
+
+    def row(self, axis: int, verb: str, form: str, num_bytes: int) -> Row:
+        """Compile one collective and return what it does. Blocking, for seconds."""
+        layout = self._layout
+        group = layout.axes[axis].group
+        if form == NAIVE:
+            places = naive_places(layout.system, layout.shape, axis)
+            candidates: tuple[TunedForm, ...] = (naive_form(verb, layout.shape[axis]),)
+        else:
+            places = tuned_places(layout, axis)
+            candidates = tuned_forms(verb, group)
+        best: Row | None = None
+        seconds = 0.0
+        for candidate in candidates:
+            row = self._compiled(axis, form, candidate, places, num_bytes)
+            seconds += row.compile_s
+            if best is None or row.modelled_us < best.modelled_us:
+                best = row
+            if best.efficiency >= _GOOD_ENOUGH:
+                break
+        assert best is not None, "each verb has candidates"
+        return Row(**{**best.as_json(), "compile_s": round(seconds, 2)})
+
+    def _compiled(
+        self, axis: int, form: str, candidate: TunedForm, places: Numbers, num_bytes: int
+    ) -> Row:
+        layout = self._layout
+        program = self._compiler.compile(candidate, places, num_bytes)
+        found = estimate(layout.system, places.reshape(-1), read_program(program.text))
+        ideal = ideal_seconds(layout.axes[axis].group, candidate.verb, program.num_bytes)
+        return Row(
+            axis=layout.axes[axis].name,
+            verb=candidate.verb,
+            form=form,
+            bytes=program.num_bytes,
+            algorithm=found.algorithm or "within a chip",
+            links_used=round(found.links, 3),
+            modelled_us=round(found.seconds * 1e6, 3),
+            ideal_us=round(ideal * 1e6, 3),
+            efficiency=round(ideal / found.seconds, 4) if found.seconds else 1.0,
+            temp_bytes=program.temp_bytes,
+            compile_s=program.seconds,
+        )
+
+
+def answer(plan: Mapping[str, Any], cases: Iterator[str]) -> Iterator[str]:
+    """Yield a line of JSON for the plan, then one for each case: a row, or why there is none.
+
+    Args:
+        plan: ``{"topology", "mesh": {name: size}}``.
+        cases: each ``{"axis": index, "verb", "form", "bytes"}`` as JSON.
+    """
+    try:
+        mesh = plan["mesh"]
+        planner = Planner(System.parse(plan["topology"]), tuple(mesh), tuple(mesh.values()))
+    except (TpuDistError, ValueError) as error:
+        yield json.dumps({"error": str(error)})
+        return
+    yield json.dumps({"axes": [str(axis) for axis in planner.layout.axes]})
+    for line in cases:
+        case = json.loads(line)
+        try:
+            row = planner.row(case["axis"], case["verb"], case["form"], case["bytes"])
+        except Exception as error:  # the edge to libtpu: a compile fails with errors of any kind
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            yield json.dumps({"failed": text[0][:300]})
+        else:
+            yield json.dumps(row.as_json())
+
+
+def main(source: TextIO, sink: TextIO) -> None:
+    """Answer a plan, a line for a line."""
+    plan = json.loads(source.readline())
+    for line in answer(plan, iter(source.readline, "")):
+        print(line, file=sink, flush=True)
+
+
+if __name__ == "__main__":
+    for _name, _value in COMPILER_ENVIRONMENT.items():
+        os.environ[_name] = _value
+    # libtpu writes on stdout and stderr what it likes: answers go where only we write.
+    _answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    main(sys.stdin, _answers)
+
+__all__ = ["NAIVE", "TUNED", "Planner", "Row", "answer"]
