@@ -85,8 +85,14 @@ def _run_topo(argv: Sequence[str]) -> int:
     return run_topo(argv, os.environ)
 
 
+def _run_plan(argv: Sequence[str]) -> int:
+    from tpu_dist.launch.plan_cli import run_plan_command
+
+    return run_plan_command(argv)
+
+
 # What the first argument may be other than an option or a script; a script of that name is ./topo.
-_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"topo": _run_topo}
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"topo": _run_topo, "plan": _run_plan}
 
 _app = new_app()
 
@@ -107,7 +113,7 @@ def _show_version(asked: bool) -> None:
     },
     epilog="Each option may come from the environment instead, as in TPU_LAUNCH_MAX_RESTARTS=3; "
     "the command line wins. Options may be written with underscores. "
-    "tpu-launch topo draws a slice: see tpu-launch topo --help.",
+    "tpu-launch topo draws a slice, tpu-launch plan compiles for one: see their --help.",
 )
 def _command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each worker runs.")],
