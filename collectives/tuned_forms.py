@@ -7,6 +7,8 @@ What the rules rest on: programs that libtpu 0.0.42 compiled, `tpu-launch plan` 
 - reduce_scatter of a flat payload becomes an all-reduce and a slice; as rows it does not, if shards
   that are no multiple of three tiles are padded. Small shards of tpu7x, and v5e where it wraps,
   want rows of 1024.
+- An all_reduce over members that are spread over their axes is one ring; as a scatter and a gather
+  it goes along all of the axes.
 - Above 2,048 devices a whole reduce_scatter becomes an all-reduce: it is done over all axes but
   one of the slice, then over that.
 
@@ -61,13 +63,14 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, bool]]] = {
         "all_gather": _OFFLOAD,
         "reduce_scatter": {**_OFFLOAD, **_PADDING},
     },
-    "tpu7x": {"all_reduce": {}, "all_gather": {}, "reduce_scatter": _PADDING},
+    "tpu7x": {"all_reduce": _PADDING, "all_gather": {}, "reduce_scatter": _PADDING},
 }
 
 
-# By verb: what the payload may be laid out as, in the order of preference; None is flat.
+# By verb: what the payload may be laid out as, in the order of preference; None is flat. An
+# all_reduce in rows is a scatter and a gather.
 _LANES: Mapping[str, tuple[int | None, ...]] = {
-    "all_reduce": (None,),
+    "all_reduce": (None, LANES),
     "all_gather": (None, LANES),
     "reduce_scatter": (LANES, 8 * LANES),
 }
@@ -169,7 +172,11 @@ def _all_gather(form: TunedForm, names: tuple[str, ...]) -> Callable[[Any], Any]
 def _all_reduce(form: TunedForm, names: tuple[str, ...]) -> Callable[[Any], Any]:
     from jax import lax
 
-    return lambda payload: lax.psum(payload, names)
+    def scatter_and_gather(payload: Any) -> Any:
+        rows = lax.psum_scatter(payload.reshape(-1, form.lanes), names, tiled=True)
+        return lax.all_gather(rows, names, tiled=True).reshape(-1)
+
+    return scatter_and_gather if form.lanes else lambda payload: lax.psum(payload, names)
 
 
 def _reduce_scatter(form: TunedForm, names: tuple[str, ...]) -> Callable[[Any], Any]:

@@ -14,7 +14,6 @@ from tpu_dist.topology.shapes import CUBE, check_shape, format_for
 Wraps = tuple[bool, bool, bool]
 
 _TWISTED = "_twisted"
-_UNTWISTED = "_untwisted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,9 @@ class Slice:
             TopologyError: no such generation or shape; names the nearest shapes.
         """
         match = re.fullmatch(
-            r"\s*([^:]+):(\d+(?:x\d+){1,2})(_twisted|_untwisted)?\s*", text.lower()
+            r"\s*([^:]{1,40}):(\d{1,6}(?:x\d{1,6}){1,2})(_twisted|_untwisted)?\s*",
+            text.lower(),
+            re.ASCII,
         )
         if match is None:
             raise TopologyError(

@@ -62,8 +62,8 @@ def init_device_mesh(
         device_type: of the mesh; default: where tensors live, "tpu" or "cpu".
         topology: the slice or slices, as in ``tpu7x:4x4x8*2``; on the stand-in the ranks stand for
             its devices, row-major. On a TPU it is measured, and need not be given.
-        traffic: how many bytes each axis gathers, relative to the others; default: twice as many
-            as the axis outside of it.
+        traffic: how many bytes each axis gathers, relative to the others; default: four times
+            those of the axis outside of it.
 
     Raises:
         TopologyError: mesh, topology and ranks do not fit each other.

@@ -47,16 +47,17 @@ def test_a_slice_with_the_groups_of_an_axis(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_ranks_are_drawn_in_each_order(capsys: pytest.CaptureFixture[str]) -> None:
-    slice_ = ("--topology", "tpu7x:2x2x1")
+    slice_ = ("--topology", "v6e:2x4")
     rows = {
-        "hosts": ("x=0 | 0,1   4,5 |", "x=1 | 2,3   6,7 |"),
-        "row-major": ("x=0 | 0,1   2,3 |", "x=1 | 4,5   6,7 |"),
-        "mesh": ("x=0 | 0,4   1,5 |", "x=1 | 2,6   3,7 |"),
+        "hosts": ("x=0 | 0   2   4   6 |", "x=1 | 1   3   5   7 |"),
+        "row-major": ("x=0 | 0   1   2   3 |", "x=1 | 4   5   6   7 |"),
+        "mesh": ("x=0 | 0   1   4   5 |", "x=1 | 2   3   6   7 |"),
     }
     for order, expected in rows.items():
         text = drawn(capsys, *slice_, "--order", order, "--mesh", "dp=2,tp=4")
         assert tuple(text.splitlines()[-3:-1]) == expected, order
-    assert "x=0 | 0,1   4,5 |" in drawn(capsys, *slice_), "torchrun's order unless asked"
+    assert "x=0 | 0   2   4   6 |" in drawn(capsys, *slice_), "torchrun's order unless asked"
+    assert "x=0 | 0,1   4,5 |" in drawn(capsys, "--topology", "tpu7x:2x2x1")
 
 
 def test_hosts_of_either_size_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:

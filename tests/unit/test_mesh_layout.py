@@ -67,7 +67,11 @@ def kinds(layout: MeshLayout) -> list[GroupKind]:
         ("v5p:4x4x4", (4, 16), [(GroupKind.RING, 2), (GroupKind.PLANE, 4)]),
         ("v5p:4x4x4", (4, 4, 4), [(GroupKind.RING, 2)] * 3),
         ("v6e:16x16", (16, 16), [(GroupKind.RING, 2)] * 2),
-        ("v5e:8x8", (8, 8), [(GroupKind.LINE, 1)] * 2),
+        (
+            "tpu7x:8x8x8",
+            (8, 16, 8),
+            [(GroupKind.RING, 1), (GroupKind.SPREAD, 0.5), (GroupKind.BLOCK, 2)],
+        ),
         ("v6e:16x16", (64, 4), [(GroupKind.SPREAD, 1), (GroupKind.BLOCK, 2)]),
     ],
 )
@@ -99,7 +103,7 @@ def test_no_other_layout_is_better(slice_: Slice) -> None:
 
 
 def weighed(costs: tuple[float, ...] | list[float]) -> float:
-    return sum(cost * 2**index for index, cost in enumerate(costs))
+    return sum(cost * 4**index for index, cost in enumerate(costs))
 
 
 def prime_digits(slice_: Slice) -> list[Digit]:
@@ -232,8 +236,10 @@ def test_traffic_decides_who_gets_the_links() -> None:
     system = System.parse("v6e:8x8")
     quiet_inside = lay_out_mesh(system, (8, 8), traffic=(1, 0.01))
     busy_inside = lay_out_mesh(system, (8, 8), traffic=(0.01, 1))
+    alike = lay_out_mesh(system, (8, 8), traffic=(1, 1))
     assert quiet_inside.axes[0].group.num_links == 2
     assert busy_inside.axes[1].group.num_links == 2
+    assert kinds(alike) == [GroupKind.LINE, GroupKind.LINE]
 
 
 def test_the_plain_mesh_is_the_layout_where_ranks_come_in_its_order() -> None:

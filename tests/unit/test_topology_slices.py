@@ -107,6 +107,9 @@ def test_a_name_that_is_ambiguous_or_wrong_is_refused_with_the_candidates(
         ("16x16", "names no slice"),
         ("", "names no slices"),
         ("v5p:", "names no slice"),
+        ("v5p:4x4x" + "4" * 5000, "names no slice"),
+        ("v5p-" + "8" * 5000, "names no slice"),
+        ("v6e:2x4*" + "2" * 5000, "names no slices"),
     ],
 )
 def test_an_impossible_slice_is_refused_with_what_is_near(text: str, said: str) -> None:
