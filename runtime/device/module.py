@@ -28,6 +28,7 @@ from tpu_dist.runtime.device.modes import (
     precision,
     set_eager_mode,
 )
+from tpu_dist.runtime.device.place import is_forked_child
 from tpu_dist.runtime.device.properties import (
     check_index,
     current_device,
@@ -197,12 +198,7 @@ def num_compiled_programs() -> int:
 
 def _is_in_bad_fork() -> bool:
     """Whether this process was forked from one whose client was up: it cannot be used here."""
-    import os
-
-    from tpu_dist.runtime.device.place import process_of_place
-
-    owner = process_of_place()
-    return owner is not None and owner != os.getpid()
+    return is_forked_child()
 
 
 def _lazy_init() -> None:

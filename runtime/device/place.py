@@ -41,7 +41,6 @@ class Place:
         from jax.sharding import SingleDeviceSharding
         from jaxlib import _jax
 
-        self.process_id = os.getpid()
         self.device = device
         self.platform = platform
         self.sharding = SingleDeviceSharding(device)
@@ -88,6 +87,7 @@ _WIDE: Mapping[type, type] = {
 # One a process, as the PJRT client is.
 _place: Place | None = None
 _forgetters: list[Callable[[], None]] = []
+_started_in: list[int] = []  # processes, by id: this one, or those that it was forked from
 
 
 def place() -> Place:
@@ -99,9 +99,9 @@ def place() -> Place:
     return _place if _place is not None else _take_place()
 
 
-def process_of_place() -> int | None:
-    """The process that started the device; a child that was forked from it cannot use it."""
-    return _place.process_id if _place is not None else None
+def is_forked_child() -> bool:
+    """Whether this process was forked from one that had started the device: it cannot use it."""
+    return bool(_started_in) and _started_in[-1] != os.getpid()
 
 
 def is_started() -> bool:
@@ -125,19 +125,22 @@ def forget_place() -> None:
 
 def _take_place() -> Place:
     global _place
+    if is_forked_child():
+        raise BringUpError(
+            "this process was forked from one that had started its PJRT client, and a client "
+            "cannot be used in a forked child. Use the start method 'spawn' (mp.spawn; for a "
+            "DataLoader multiprocessing_context='spawn'), or keep tensors on 'tpu' out of the child."
+        )
     current = runtime.current_runtime()
     if current is None:
         platform, device = _world_of_one(read_environment())
     else:
-        if current.process_id != os.getpid():
-            raise BringUpError(
-                f"this process was forked from process {current.process_id} after that one had "
-                f"started its PJRT client, and a client cannot be used in a forked child. Use the "
-                f"start method 'spawn'."
-            )
         platform, device = current.platform, current.device
         current.at_close.append(forget_place)
     _place = Place(device, platform)
+    _started_in.append(os.getpid())
+    if len(_started_in) == 1:
+        os.register_at_fork(after_in_child=forget_place)
     return _place
 
 

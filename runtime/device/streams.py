@@ -1,8 +1,9 @@
 """Streams and events, of a device that runs everything in the order of its data.
 
 PJRT orders programs by the arrays they share, so a stream has nothing to order, and waiting for one
-is waiting for what is under way. Events are real: they know what was under way when they were
-recorded, and when it ended.
+is waiting for what is under way. An event is reached when nothing is under way that was when it was
+recorded. To look through the device's arrays for that takes time, so only timed events do; others
+stand for all that is under way when they are asked, which is later, never sooner.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Event(torch.Event):
     _under_way: list[Array]
     _ended: float | Future[float] | None
     _timed: bool
+    _recorded: bool
 
     def __new__(cls, enable_timing: bool = False, **kwargs: Any) -> Event:
         """Make one, not recorded yet.
@@ -96,12 +98,14 @@ class Event(torch.Event):
         event._under_way = []
         event._ended = None
         event._timed = enable_timing
+        event._recorded = False
         return event
 
     def record(self, stream: Any = None) -> None:
         """Stand for what has been called until now."""
-        self._under_way = arrays_under_way()
+        self._recorded = True
         if self._timed:
+            self._under_way = arrays_under_way()
             self._ended = time.perf_counter()
             if self._under_way:
                 self._ended = _clock().submit(_time_of, self._under_way)
@@ -111,11 +115,13 @@ class Event(torch.Event):
 
     def query(self) -> bool:
         """Whether what it stands for is computed."""
-        return all(a.is_deleted() or a.is_ready() for a in self._under_way)
+        under_way = self._under_way if self._timed or not self._recorded else arrays_under_way()
+        return all(a.is_deleted() or a.is_ready() for a in under_way)
 
     def synchronize(self) -> None:
         """Block until what it stands for is computed."""
-        wait_for(self._under_way)
+        if self._recorded:
+            wait_for(self._under_way if self._timed else arrays_under_way())
         self._under_way = []
 
     def elapsed_time(self, end_event: torch.Event) -> float:

@@ -98,6 +98,9 @@ def array_of_storage(tensor: torch.Tensor, box: Box) -> Array:
     return box.array
 
 
+_LARGE = 1 << 20  # bytes; below, sending zeros is cheaper than compiling a program for them
+
+
 def fill_storage(tensor: torch.Tensor, box: Box) -> None:
     """Give a storage without contents some, as array_of_storage() says; others are left alone."""
     if box.array is not None or not tensor.numel():
@@ -115,7 +118,12 @@ def fill_storage(tensor: torch.Tensor, box: Box) -> None:
     if box.nbytes % dtype.itemsize:
         dtype = torch.uint8
     elements = box.nbytes // dtype.itemsize
-    box.put(place().put(np.zeros(elements, array_dtype(dtype))), dtype)
+    if box.nbytes > _LARGE:  # made there, not sent there
+        from tpu_dist.runtime.operators.engine import zeros
+
+        box.put(zeros(elements, array_dtype(dtype)), dtype)
+    else:
+        box.put(place().put(np.zeros(elements, array_dtype(dtype))), dtype)
 
 
 def whole_array(tensor: torch.Tensor) -> Array | None:

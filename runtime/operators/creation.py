@@ -43,8 +43,6 @@ def empty_memory_format(
     _check_layout(layout)
     dtype = dtype or torch.get_default_dtype()
     if memory_format in (None, torch.contiguous_format):
-        like = torch.empty(size, device="meta", dtype=dtype) if min(size, default=0) < 0 else None
-        assert like is None  # torch has refused negative sizes by now
         return new_empty(tuple(size), dtype)
     stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
     return new_empty(tuple(size), dtype, stride)

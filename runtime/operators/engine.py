@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpu_dist.runtime.device import checks
@@ -596,6 +597,18 @@ def _shapes(values: Sequence[Any]) -> str:
 # --- views, for those who need an array of the tensor's own shape
 
 _readers = program_cache()
+_zeros = program_cache()
+
+
+def zeros(elements: int, dtype: np.dtype[Any]) -> Array:
+    """A 1-d array of zeros, made on the device."""
+    from jax import numpy as jnp
+
+    key = (elements, dtype)
+    program = _zeros.get(key)
+    if program is None:
+        program = _zeros[key] = compile_program(lambda: (jnp.zeros(elements, dtype),), [])
+    return program()[0]
 
 
 def read_view(tensor: torch.Tensor) -> Array:
@@ -605,8 +618,6 @@ def read_view(tensor: torch.Tensor) -> Array:
     view = View.of(tensor, None if box.array is None else 0)
     array = box.array
     if array is None:
-        import numpy as np
-
         return place().put(np.zeros(view.size, array_dtype(view.dtype)))
     dtype = array_dtype(view.dtype)
     if is_tracing():

@@ -17,7 +17,7 @@ Number = Any  # a 0-d array, or the schema's default, a Python number
 
 
 def scaled(x: Array, factor: Number) -> Array:
-    """X * factor; x itself, bools too, where the factor is the default of 1."""
+    """The product x * factor; x itself, bools too, where the factor is the default of 1."""
     return x if isinstance(factor, int) and factor == 1 else x * factor
 
 
@@ -78,14 +78,6 @@ def _floor_divide_any(a: Array, b: Array) -> Array:
     return _floor_divide(*jnp.broadcast_arrays(a, b))
 
 
-def _logaddexp(a: Array, b: Array) -> Array:
-    return jnp.logaddexp(a, b)
-
-
-def _copysign(a: Array, b: Array) -> Array:
-    return jnp.copysign(a, b)
-
-
 def _xlogy(x: Array, y: Array) -> Array:
     return jnp.where(jnp.isnan(y), y, jnp.where(x == 0, 0, x * jnp.log(y)))
 
@@ -120,7 +112,7 @@ lower_all(
         "__rshift__.Tensor": jnp.right_shift,
         "__lshift__.Scalar": jnp.left_shift,
         "__rshift__.Scalar": jnp.right_shift,
-        "copysign.Tensor": _copysign,
+        "copysign.Tensor": jnp.copysign,
         "floor_divide": _floor_divide_any,
         "fmax": jnp.fmax,
         "fmin": jnp.fmin,
@@ -131,7 +123,7 @@ lower_all(
         "igamma": special.gammainc,
         "igammac": special.gammaincc,
         "lcm": jnp.lcm,
-        "logaddexp": _logaddexp,
+        "logaddexp": jnp.logaddexp,
         "logaddexp2": jnp.logaddexp2,
         "maximum": jnp.maximum,
         "minimum": jnp.minimum,

@@ -51,6 +51,8 @@ UP_TO_A_FACTOR = {"linalg.eig", "linalg.eigh", "linalg.svd", "svd", "linalg.qr",
                   "linalg.householder_product", "ormqr", "linalg.lu", "linalg.lu_factor",
                   "linalg.lu_factor_ex", "lu", "lu_unpack", "linalg.ldl_factor",
                   "linalg.ldl_factor_ex"}  # fmt: skip
+# Which of several equal elements is meant is nobody's business: the index is not compared.
+TIES = {"kthvalue", "median", "mode", "nanmedian", "topk", "sort", "argsort", "msort"}
 TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (3e-2, 3e-2), "complex64": (1e-3, 1e-4)}
 EXACT = (0.0, 0.0)
 
@@ -112,6 +114,9 @@ def differs(ours: Any, theirs: Any, tolerance: tuple[float, float]) -> str | Non
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"{a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
         rtol, atol = tolerance if a.dtype.is_floating_point or a.dtype.is_complex else EXACT
+        if a.dtype is torch.bfloat16 and b.numel():  # the CPU rounds its partial sums, too
+            finite = b.detach().float().nan_to_num(0, 0, 0).abs()
+            atol = max(atol, 3e-2 * finite.max().item())
         try:
             torch.testing.assert_close(
                 a.detach().cpu().resolve_conj().resolve_neg(),
@@ -159,6 +164,10 @@ def examine(info: Any, dtype_name: str, limit: int) -> dict[str, Any]:
             continue  # a copy has another storage; what is dropped is random
         if base in RANDOM or base in UP_TO_A_FACTOR:
             continue
+        if base in TIES and dtype_name in ("int64", "bool", "bfloat16"):
+            if isinstance(theirs, torch.Tensor):
+                continue
+            ours, theirs = ours[0], theirs[0]
         found = differs(ours, theirs, tolerance)
         if found is None and their_grads:
             found = differs(our_grads, their_grads, tolerance)

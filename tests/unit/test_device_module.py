@@ -143,10 +143,14 @@ def test_a_process_group_of_one_takes_up_the_device_that_is_there() -> None:
 def test_a_forked_child_is_told_that_it_cannot_use_the_device() -> None:
     code = (
         "import torch, os\n"
-        "torch.ones(2, device='tpu')\n"
+        "x = torch.ones(2, device='tpu'); x + x\n"
         "pid = os.fork()\n"
         "if not pid:\n"
-        "    print(torch.tpu._is_in_bad_fork(), flush=True); os._exit(0)\n"
-        "os.waitpid(pid, 0)"
+        "    torch.manual_seed(1); print(torch.tpu._is_in_bad_fork(), flush=True)\n"
+        "    try: x + x\n"
+        "    except Exception as error: print(error, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0); print((x + x).tolist())"
     )
-    assert "True" in run(code).stdout
+    said = run(code).stdout
+    assert "True" in said and "Use the start method 'spawn'" in said and "[2.0, 2.0]" in said
