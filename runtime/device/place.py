@@ -128,8 +128,8 @@ def _take_place() -> Place:
     if is_forked_child():
         raise BringUpError(
             "this process was forked from one that had started its PJRT client, and a client "
-            "cannot be used in a forked child. Use the start method 'spawn' (mp.spawn; for a "
-            "DataLoader multiprocessing_context='spawn'), or keep tensors on 'tpu' out of the child."
+            "cannot be used in a forked child. Use the start method 'spawn' (mp.spawn, or for a "
+            "DataLoader multiprocessing_context='spawn'), or keep 'tpu' out of the child."
         )
     current = runtime.current_runtime()
     if current is None:

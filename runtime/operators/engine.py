@@ -35,6 +35,7 @@ from tpu_dist.runtime.operators.evaluate import evaluate
 from tpu_dist.runtime.operators.fallback import fall_back
 from tpu_dist.runtime.operators.lowering import Lowering
 from tpu_dist.runtime.operators.programs import (
+    TRACING,
     NotLowered,
     Output,
     Program,
@@ -183,14 +184,22 @@ class Operator:
         programs = self.programs
         lowering = self.lowering
         multiplies = lowering.multiplies
+        kinds = self.kinds
         special = lowering.random or lowering.checks is not None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             if multiplies and args[0].is_complex():  # torch leaves conjugation to these
                 args = tuple([_unconjugated(value) for value in args])
-            if is_tracing():
+            if TRACING.depth:
                 return self._trace_functional(args, kwargs)
-            key, operands = self._collect(args, kwargs)
+            key: list[Any] = []
+            operands: list[Array] = []
+            if kwargs:
+                key, operands = self._collect(args, kwargs)
+            else:  # as _collect() does
+                collect(args, kinds, key, operands, None)
+                if multiplies:
+                    key.append(precision_key())
             index = tuple(key)
             program = programs.get(index)
             if special:
@@ -210,8 +219,7 @@ class Operator:
                 output = outputs[0]
                 if output is not None and output.stride is None:
                     tensor = create_empty(output.size, output.dtype)
-                    array = arrays[0]
-                    box = Box(array, output.dtype, math.prod(output.size) * output.dtype.itemsize)
+                    box = Box(arrays[0], output.dtype, output.nbytes)
                     tensor.untyped_storage()._tpu = box  # type: ignore[attr-defined]
                     return tensor
             return _take(arrays, outputs, program.shape)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -34,6 +35,10 @@ class Output:
     size: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.size) * self.dtype.itemsize)
 
     @staticmethod
     def like(meta: torch.Tensor) -> Output:
@@ -65,22 +70,23 @@ class _Tracing(threading.local):
     depth = 0
 
 
-_tracing = _Tracing()
+TRACING = _Tracing()
+"""Its depth is how many traces this thread is in."""
 
 
 def is_tracing() -> bool:
     """Whether operators on this thread are being traced into a program, not run."""
-    return _tracing.depth > 0
+    return TRACING.depth > 0
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
     """Trace operators that are called in the block: their tensors hold tracers."""
-    _tracing.depth += 1
+    TRACING.depth += 1
     try:
         yield
     finally:
-        _tracing.depth -= 1
+        TRACING.depth -= 1
 
 
 def compile_program(
