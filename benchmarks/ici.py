@@ -64,7 +64,8 @@ on chips apart from each other, the naive form can have more links than that.
 
 What stays below: all_gather on v5e 16x16, as libtpu compiles no all_gather for v5e that runs along
 two rings at once: flat, as rows, along another dim, axis after axis, each uses 2 of the 4 links.
-So do v5e's all_gather and reduce_scatter on 8x16, of 3.
+So do v5e's all_gather and reduce_scatter on 8x16, of 3. On tpu7x 2x4x4 all_gather becomes an
+all-reduce, which it does on none of the other shapes that were tried.
 And reduce_scatter above 2,048 devices, which becomes an all-reduce unless it is done in phases: the
 first goes along two of the three axes.
 """
