@@ -90,9 +90,29 @@ def _heaviside(x: Array, values: Array) -> Array:
     return jnp.where(x == 0, values, (x > 0).astype(values.dtype))
 
 
+def _integer_power(a: Array, b: Array) -> Array:
+    """By squaring, with all bits of the exponent, modulo the dtype's range, as torch does it."""
+    a, b = jnp.broadcast_arrays(a, b)
+    bits = 8 * b.dtype.itemsize
+
+    def step(place: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        result, square = state
+        bit = lax.shift_right_logical(b, place.astype(b.dtype)) & 1
+        return jnp.where(bit != 0, result * square, result), square * square
+
+    result, _ = lax.fori_loop(0, bits, step, (jnp.ones_like(a), a))
+    if b.dtype.kind == "u":
+        return result
+    # The only integers whose inverse is one.
+    inverse = jnp.where(a == 1, 1, jnp.where(a == -1, jnp.where(b % 2 == 0, 1, -1), 0))
+    return jnp.where(b < 0, inverse.astype(a.dtype), result)
+
+
 def _power(a: Array, b: Array) -> Array:
-    if a.dtype.kind in "iub":
-        return jnp.power(a, b)
+    if a.dtype.kind == "b":
+        return a | ~b
+    if a.dtype.kind in "iu":
+        return _integer_power(a, b)
     if is_complex(a):
         result = jnp.exp(b * jnp.log(a))
         at_zero = jnp.where(b == 0, 1, jnp.where(b.real > 0, 0, result))

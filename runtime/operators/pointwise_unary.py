@@ -196,6 +196,26 @@ def _complex(real: Array, imag: Array) -> Array:
     return lax.complex(jnp.broadcast_to(real, shape), jnp.broadcast_to(imag, shape))
 
 
+_FARTHEST = 4096.0  # steps that _zeta takes at most
+
+
+def _zeta(s: int, x: Array) -> Array:
+    """Hurwitz's zeta: the sum of (x + k) ** -s; JAX's is wrong for x below -8."""
+    low = jnp.where(x > -_FARTHEST, x, 1.0)
+
+    def is_low(state: tuple[Array, Array]) -> Array:
+        return jnp.any(state[0] < 1)
+
+    def step(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        at, total = state
+        return jnp.where(at < 1, at + 1, at), jnp.where(at < 1, total + at**-s, total)
+
+    at, total = lax.while_loop(is_low, step, (low, jnp.zeros_like(x)))
+    return total + special.zeta(jnp.asarray(s, x.dtype), jnp.where(x > -_FARTHEST, at, x))
+
+
 @lower("polygamma", cast=Cast.RESULT, keep=(0,))
 def _polygamma(n: int, x: Array) -> Array:
-    return special.digamma(x) if n == 0 else special.polygamma(n, x)
+    if n == 0:
+        return special.digamma(x)
+    return (-1) ** (n + 1) * math.factorial(n) * _zeta(n + 1, x)

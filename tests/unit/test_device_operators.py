@@ -263,6 +263,13 @@ def test_a_convolutional_network_trains_as_on_the_cpu() -> None:
     both(run, rtol=1e-3, atol=1e-5)
 
 
+def test_integer_powers_wrap_and_far_polygammas_are_right() -> None:
+    base, exponent = torch.tensor([2, 3, -1, 1, 0, -2, 5]), torch.tensor([64, 3, -3, -2, 0, 2, 40])
+    both(lambda d: [base.to(d) ** exponent.to(d), 2 ** exponent.to(d), base.to(d) ** 3])
+    far = torch.tensor([-20.3, -8.4784, -3.7, 0.4, 7.0])
+    both(lambda d: [torch.polygamma(n, far.to(d)) for n in (0, 1, 2, 3)], rtol=1e-4)
+
+
 def test_checkpointing_draws_the_same_dropout_again() -> None:
     from torch.utils.checkpoint import checkpoint
 
