@@ -90,7 +90,8 @@ def _is_integer(number: Array) -> bool:
     return isinstance(number, int) or (hasattr(number, "dtype") and number.dtype.kind in "iu")
 
 
-@lower("arange.start_step")
+# Its shape depends on its numbers, so they tell programs apart.
+@lower("arange.start_step", static=("start", "end", "step"))
 def _arange(start: Array, end: Array, step: Array, meta: Any) -> Array:
     dtype = array_dtype(meta.dtype)
     wide = jnp.int64 if dtype.kind in "iu" and _is_integer(start) else jnp.float64

@@ -263,6 +263,13 @@ def test_a_convolutional_network_trains_as_on_the_cpu() -> None:
     both(run, rtol=1e-3, atol=1e-5)
 
 
+def test_ranges_of_several_lengths() -> None:
+    calls = [(5,), (0, 30, 6), (0, 2, 2), (1.5, 4), (4, 0, -1), (0, 1, 0.25), (3, 3)]
+    both(lambda d: [torch.arange(*numbers, device=d) for numbers in calls])
+    both(lambda d: [torch.linspace(0, end, n, device=d) for end in (1, 2) for n in (1, 4)])
+    both(lambda d: [torch.full((2,), x, device=d) for x in (1.5, 2.5)] + [torch.eye(2, 3).to(d)])
+
+
 def test_integer_powers_wrap_and_far_polygammas_are_right() -> None:
     base, exponent = torch.tensor([2, 3, -1, 1, 0, -2, 5]), torch.tensor([64, 3, -3, -2, 0, 2, 40])
     both(lambda d: [base.to(d) ** exponent.to(d), 2 ** exponent.to(d), base.to(d) ** 3])
