@@ -104,7 +104,7 @@ def _arange(start: Array, end: Array, step: Array, meta: Any) -> Array:
 def _linspace(start: Array, end: Array, steps: int, meta: Any) -> Array:
     dtype = array_dtype(meta.dtype)
     wide = jnp.complex128 if dtype.kind == "c" else jnp.float64
-    if dtype.kind == "f" and dtype.itemsize <= 4:
+    if dtype.kind not in "iubc" and dtype.itemsize <= 4:
         wide = jnp.float32
     first, last = start.astype(wide), end.astype(wide)
     if steps == 1:

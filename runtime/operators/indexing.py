@@ -284,7 +284,7 @@ def _scatter_with(
         total = base.at[grid].add(src, mode="drop")
         counts = jnp.full(x.shape, 1 if include else 0, jnp.int64).at[grid].add(1, mode="drop")
         counts = jnp.maximum(counts, 1)
-        mean = total / counts if x.dtype.kind in "fc" else total // counts
+        mean = total / counts if x.dtype.kind not in "iub" else total // counts
         return mean.astype(x.dtype).reshape(shape), flag
     update = getattr(base.at[grid], _UPDATES[how])
     return update(src, mode="drop").reshape(shape), flag

@@ -69,7 +69,7 @@ def _max_pool(dims: int) -> Callable[..., tuple[Array, Array]]:
                 strict=True,
             )
         )
-        low = -jnp.inf if x.dtype.kind == "f" else jnp.iinfo(x.dtype).min
+        low = -jnp.inf if x.dtype.kind not in "iub" else jnp.iinfo(x.dtype).min
         outputs = tuple(meta[0].shape[-dims:])
         values, flat = _windows(x, outputs, windows, low)
         # NaN is the largest, and the last of several.
@@ -130,7 +130,7 @@ def _average(
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if x.dtype.kind == "f" else x
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if x.dtype.kind not in "iub" else x
 
 
 def _average_pool(dims: int) -> Callable[..., Array]:

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 
 from tpu_dist.runtime.device.dtypes import TO_ARRAY
 from tpu_dist.runtime.operators.lowering import Cast, lower, lower_all
+from tpu_dist.runtime.operators.programs import NotLowered
 
 Array = Any
 Dims = Sequence[int] | int | None
@@ -110,7 +111,7 @@ def _some(x: Array, dim: Dims) -> tuple[int, ...]:
 def _first_of(x: Array, best: Array, dim: int) -> Array:
     """The first place along `dim` where x is the best, or NaN."""
     hit = x == best
-    if x.dtype.kind == "f":
+    if x.dtype.kind not in "iubc":
         hit = jnp.where(jnp.isnan(best), jnp.isnan(x), hit)
     return jnp.argmax(hit, axis=dim, keepdims=True).astype(jnp.int64)
 
@@ -230,11 +231,19 @@ def _along(function: Callable[[Array, int], Array]) -> Callable[..., Array]:
     return run
 
 
+def _log_cumulative(x: Array, dim: int) -> Array:
+    if x.dtype.kind == "c":
+        raise NotLowered("XLA's logarithm takes another branch than the CPU's running sum")
+    # Its gradient takes differences of what is nearly equal: wide, as the CPU does it.
+    wide = jnp.promote_types(x.dtype, jnp.float64)
+    return lax.cumlogsumexp(x.astype(wide), axis=dim).astype(x.dtype)
+
+
 lower_all(
     {
         "cumsum": _along(lambda x, dim: jnp.cumsum(x, dim)),
         "cumprod": _along(lambda x, dim: jnp.cumprod(x, dim)),
-        "logcumsumexp": _along(lambda x, dim: lax.cumlogsumexp(x, axis=dim)),
+        "logcumsumexp": _along(_log_cumulative),
     },
     cast=Cast.RESULT,
 )
@@ -249,7 +258,7 @@ def _cumulative_best(is_better: Callable[[Array, Array], Array]) -> Callable[...
 
         def later(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
             takes = is_better(b[0], a[0])
-            if x.dtype.kind == "f":
+            if x.dtype.kind not in "iubc":
                 takes = (takes | jnp.isnan(b[0])) & ~(jnp.isnan(a[0]) & ~jnp.isnan(b[0]))
             return jnp.where(takes, b[0], a[0]), jnp.where(takes, b[1], a[1])
 

@@ -67,7 +67,7 @@ def _kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[A
 def _median_place(x: Array, dim: int, skips_nan: bool) -> Array:
     """The place, in ascending order along `dim`, of the lower median, or of a NaN."""
     count = x.shape[dim]
-    if x.dtype.kind != "f":
+    if x.dtype.kind in "iub":
         return jnp.full(x.sum(dim, keepdims=True).shape, (count - 1) // 2)
     nans = jnp.sum(jnp.isnan(x), dim, keepdims=True)
     if skips_nan:

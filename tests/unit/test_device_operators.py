@@ -263,6 +263,18 @@ def test_a_convolutional_network_trains_as_on_the_cpu() -> None:
     both(run, rtol=1e-3, atol=1e-5)
 
 
+def test_bfloat16_is_a_float_everywhere() -> None:
+    def run(d: str) -> list[Any]:
+        x = torch.tensor([[1.0, float("nan"), 3], [4, 2.5, 0]]).bfloat16().to(d)
+        image = torch.arange(16.0).reshape(1, 1, 4, 4).bfloat16().to(d)
+        index = torch.tensor([[0, 0, 1]]).to(d)
+        mean = torch.zeros(2, 3).bfloat16().to(d).scatter_reduce(0, index, x[1:], "mean")
+        return [x.argmax(1), x.max(1), x.cummax(1), x.median(1), mean, x.sort(1),
+                F.max_pool2d(image, 3), F.avg_pool2d(image, 3), x.nan_to_num()]  # fmt: skip
+
+    both(run, rtol=1e-2)
+
+
 def test_ranges_of_several_lengths() -> None:
     calls = [(5,), (0, 30, 6), (0, 2, 2), (1.5, 4), (4, 0, -1), (0, 1, 0.25), (3, 3)]
     both(lambda d: [torch.arange(*numbers, device=d) for numbers in calls])
