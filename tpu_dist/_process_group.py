@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
-from torch._C._dynamo import eval_frame
 
 from tpu_dist._collectives import CollectiveVerbs
 from tpu_dist._validation import check_output, check_rank, check_tensor, only
 from tpu_dist._work import Work
 from tpu_dist.collectives.task import Call
 from tpu_dist.errors import UnsupportedError
+from tpu_dist.runtime.dynamo import keep_out_dynamo
 
 ANY_SOURCE = -1
 
@@ -158,18 +158,5 @@ class ProcessGroup(CollectiveVerbs):
     mergeRemoteGroup = merge_remote_group  # noqa: N815
 
 
-def _keep_out_dynamo(verb: Any) -> None:
-    """Have dynamo break its graph at `verb`, and leave alone all that it calls.
-
-    What torch._dynamo.disable() does, but for its cost: 15 us a call, and the import of all of
-    torch._dynamo, seconds of CPU time in the start of every rank.
-    """
-    verb._torchdynamo_disable = True
-    verb._torchdynamo_disable_msg = "a verb of the process group tpu_dist"
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)  # itself, and the frames below
-    eval_frame.set_code_exec_strategy(verb.__code__, strategy)
-
-
 for _verb in _VERBS:
-    _keep_out_dynamo(getattr(ProcessGroup, _verb))
+    keep_out_dynamo(getattr(ProcessGroup, _verb), "a verb of the process group tpu_dist")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tpu_dist.runtime.device import memory, streams
+from tpu_dist.runtime.dynamo import keep_out_dynamo
 
 _OURS: dict[str, Callable[..., Any]] = {
     "current_stream": streams.current_stream,
@@ -34,6 +35,7 @@ def patch_accelerator() -> None:
     for name, ours in _OURS.items():
         theirs = getattr(accelerator, name)
         chosen = _choose(theirs, ours)
+        keep_out_dynamo(chosen, f"torch.accelerator.{name}")  # it calls them while it compiles
         for module in (accelerator, accelerator.memory):
             if hasattr(module, name):
                 setattr(module, name, chosen)

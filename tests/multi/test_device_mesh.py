@@ -15,7 +15,7 @@ def laid_out(
     names = ("dp", "tp")[-len(shape) :]
     mesh = tpu_dist.init_device_mesh(shape, mesh_dim_names=names, topology=topology)
     assert mesh.mesh_dim_names == names
-    assert mesh.device_type == "cpu"
+    assert mesh.device_type == "tpu"
     sums = []
     for name in names:
         number = torch.tensor([float(10**rank)])
