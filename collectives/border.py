@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch._C import _to_dlpack
 
-from tpu_dist.collectives.dtypes import WireType
+from tpu_dist.collectives.dtypes import WireType, wire_type
 from tpu_dist.runtime.device.box import box_of
 from tpu_dist.runtime.device.tensors import is_on_device, wrap
 
@@ -27,12 +27,13 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in row-major order, 1-d; shares its memory where it can."""
     if not tensor.numel():  # an empty view may have strides that forbid more
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    if is_on_device(tensor):
+    on_device = is_on_device(tensor)
+    if on_device:
         box_of(tensor).settle()  # one collective after the other, also if nobody has waited
     flattened = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # On the device a copy is free until one of both is written to: so what was passed is sent,
     # whatever becomes of the tensor meanwhile.
-    return flattened.clone() if is_on_device(tensor) else flattened
+    return flattened.clone() if on_device else flattened
 
 
 def is_remote(tensor: torch.Tensor) -> bool:
@@ -83,8 +84,8 @@ def _share(tensor: torch.Tensor, device: Any) -> Array:
 def _upload(tensor: torch.Tensor, device: Any) -> Array:
     import jax
 
-    name = str(tensor.dtype).removeprefix("torch.")
-    host = raw(tensor).numpy().view(name)  # torch has no numpy() for the narrow floats
+    host = raw(tensor).numpy()  # torch has no numpy() for the narrow floats
+    host = host.view(wire_type(tensor.dtype).name)
     with jax.enable_x64(True):  # 64-bit dtypes stay what they are
         return jax.device_put(host, device)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tpu_dist.collectives.diagnosis import Progress, describe_absent, find_absent
-from tpu_dist.collectives.lane import Lane, LaneHooks, wait_until
+from tpu_dist.collectives.lane import Lane, LaneHooks
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.task import Call, Task
 from tpu_dist.runtime.channel import Meta
@@ -154,7 +154,7 @@ class Engine:
 
     def _explain(self, lane: Lane, task: Task, error: BaseException) -> CollectiveError:
         """Say what an error of the transport comes from."""
-        wait_until(lambda: lane.failure is not None, time.monotonic() + TOLD_SECONDS)
+        _wait_until(lambda: lane.failure is not None, time.monotonic() + TOLD_SECONDS)
         if lane.failure is not None:
             return lane.failure
         absent = find_absent(self.runtime.channel, task.call, self.runtime.rank, only_lost=True)
@@ -204,3 +204,15 @@ def _start(function: Callable[[Task], None], task: Task) -> None:
             task.owner.give_up(task, CollectiveError(f"{task.call} failed: {error}"))
 
     threading.Thread(target=run, daemon=True).start()
+
+
+def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
+    """Poll `condition` with growing pauses up to 20 ms; False if the deadline came first."""
+    pause = 0.0002
+    while not condition():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        time.sleep(min(pause, max(0.0, deadline - now)))
+        pause = min(pause * 1.5, 0.02)
+    return True

@@ -349,15 +349,3 @@ class Lane:
     def _all_gather(self, block: bytes) -> list[bytes]:
         """Everybody's block, by place in the lane."""
         return [block] if self._links is None else self._links.all_gather(block)
-
-
-def wait_until(condition: Callable[[], bool], deadline: float) -> bool:
-    """Poll `condition` with growing pauses up to 20 ms; False if the deadline came first."""
-    pause = 0.0002
-    while not condition():
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        time.sleep(min(pause, max(0.0, deadline - now)))
-        pause = min(pause * 1.5, 0.02)
-    return True

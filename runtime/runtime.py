@@ -237,8 +237,7 @@ def _devices_of_users_jax(platform: str, rank: int, world_size: int) -> tuple[An
         f"{found[1]} on {found[0]}; rank {rank} of {world_size} on {platform} is needed, and a "
         f"process has one PJRT client. Call init_process_group before the first JAX computation "
         f"(tensors on 'tpu', jax.devices(), jnp arrays at import time ...), or give each rank its "
-        f"own "
-        f"jax.distributed.initialize."
+        f"own jax.distributed.initialize."
     )
 
 

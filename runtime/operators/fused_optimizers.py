@@ -5,6 +5,7 @@ What changes from step to step (lr, betas, the step's number) is traced: it comp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +21,8 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _unscaled(grad: Array, grad_scale: Array | None, maximize: bool) -> Array:
-    if grad_scale is not None:
-        grad = grad / grad_scale.astype(grad.dtype)
-    return -grad if maximize else grad
+def _unscaled(grad: Array, grad_scale: Array | None) -> Array:
+    return grad if grad_scale is None else grad / grad_scale.astype(grad.dtype)
 
 
 def _kept(found_inf: Array | None, old: Array, new: Array) -> Array:
@@ -46,16 +45,16 @@ def _adam(
     eps: Array,
     amsgrad: bool,
     maximize: bool,
-    grad_scale: Array | None,
-    found_inf: Array | None,
     decoupled: bool,
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
 ) -> tuple[list[Array], ...]:
     new: tuple[list[Array], ...] = ([], [], [], [], [])
     for place, param in enumerate(params):
         p, m, v = _wide(param), _wide(averages[place]), _wide(squares[place])
         rate, b1, b2 = lr.astype(p.dtype), beta1.astype(p.dtype), beta2.astype(p.dtype)
         decay, step = weight_decay.astype(p.dtype), steps[place].astype(p.dtype)
-        unscaled = _unscaled(_wide(grads[place]), grad_scale, False)
+        unscaled = _unscaled(_wide(grads[place]), grad_scale)
         g = -unscaled if maximize else unscaled
         q = p * (1 - rate * decay) if decoupled else p
         if not decoupled:
@@ -78,48 +77,10 @@ def _adam(
 _TRACED = ("lr", "beta1", "beta2", "weight_decay", "eps", "dampening")
 
 
-def _enter_adam(name: str, decoupled: bool) -> None:
-    @lower(name, f"{name}.tensor_lr", has_meta=False, traced=_TRACED)
-    def _step(
-        params: Arrays,
-        grads: Arrays,
-        averages: Arrays,
-        squares: Arrays,
-        max_squares: Arrays,
-        steps: Arrays,
-        *,
-        lr: Array,
-        beta1: Array,
-        beta2: Array,
-        weight_decay: Array,
-        eps: Array,
-        amsgrad: bool,
-        maximize: bool,
-        grad_scale: Array | None = None,
-        found_inf: Array | None = None,
-    ) -> tuple[list[Array], ...]:
-        return _adam(
-            params,
-            grads,
-            averages,
-            squares,
-            max_squares,
-            steps,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            decoupled=decoupled,
-        )
-
-
-_enter_adam("_fused_adam_", False)
-_enter_adam("_fused_adamw_", True)
+for _name, _decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
+    lower(_name, f"{_name}.tensor_lr", has_meta=False, traced=_TRACED)(
+        functools.partial(_adam, decoupled=_decoupled)
+    )
 
 
 @lower("_fused_sgd_", "_fused_sgd_.tensor_lr", has_meta=False, traced=_TRACED)
@@ -141,7 +102,7 @@ def _sgd(
     new: tuple[list[Array], ...] = ([], [], [])
     for place, param in enumerate(params):
         p = _wide(param)
-        unscaled = _unscaled(_wide(grads[place]), grad_scale, False)
+        unscaled = _unscaled(_wide(grads[place]), grad_scale)
         g = (-unscaled if maximize else unscaled) + weight_decay.astype(p.dtype) * p
         if momentum:
             old = _wide(buffers[place])
