@@ -3,7 +3,8 @@
 A sender offers a message to its receiver, which matches it with a posted receive, by group, source
 and tag, in order of arrival. A message of up to EAGER_BYTES travels inside its offer. A larger one
 is moved by a program of the two devices; the lower rank of the two decides the order of such
-programs, so both queue the same one first, and no ring of sends can wait for itself.
+programs, so both queue the same one first, and no ring of sends can wait for itself. What a rank
+sends itself is copied from the one tensor to the other.
 """
 
 from __future__ import annotations
@@ -61,10 +62,19 @@ class _Offer:
     tag: int
     dtype: int
     count: int
-    body: bytes | None
+    body: (
+        bytes | torch.Tensor | None
+    )  # the tensor that a rank sends itself; None: a program brings it
 
     def describe(self) -> str:
         return f"{self.count} elements of {NAMES_BY_CODE[self.dtype]}"
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """The elements that came with the offer; there must be some."""
+        assert self.body is not None
+        if isinstance(self.body, torch.Tensor):
+            return self.body
+        return torch.frombuffer(bytearray(self.body), dtype=dtype)
 
 
 class PointToPoint:
@@ -80,14 +90,15 @@ class PointToPoint:
         self._posted: list[_Receive] = []
         self._offers: list[_Offer] = []
         self._matched: dict[tuple[int, int], _Receive] = {}  # by (source, identity)
-        for kind, handler in (
-            ("offer", self._on_offer),
-            ("match", self._on_match),
-            ("transfer", self._on_transfer),
-            ("taken", self._on_taken),
-            ("refused", self._on_refused),
-            ("withdrawn", self._on_withdrawn),
-        ):
+        self._handlers = {
+            "offer": self._on_offer,
+            "match": self._on_match,
+            "transfer": self._on_transfer,
+            "taken": self._on_taken,
+            "refused": self._on_refused,
+            "withdrawn": self._on_withdrawn,
+        }
+        for kind, handler in self._handlers.items():
             self._channel.on(kind, handler)
         self._channel.on_lost(self._on_lost)
 
@@ -103,10 +114,13 @@ class PointToPoint:
             "count": tensor.numel(),
             "eager": payload.nbytes <= EAGER_BYTES and not is_remote(payload),
         }
-        body = raw(payload).cpu().numpy().tobytes() if meta["eager"] else b""
         with self._lock:
             self._sends[send.identity] = send
         self._engine.watch(task)
+        if receiver == self._rank:
+            self._offered(_offer(receiver, meta, payload))
+            return
+        body = raw(payload).cpu().numpy().tobytes() if meta["eager"] else b""
         try:
             self._channel.send(receiver, "offer", meta, body)
         except PeerLostError as error:
@@ -131,7 +145,7 @@ class PointToPoint:
                 self._offers.remove(offer)
         if offer is not None:
             self._match(receive, offer)
-        elif source is not None:
+        elif source not in (None, self._rank):
             try:
                 self._channel.watch(source)
             except PeerLostError as error:
@@ -188,7 +202,7 @@ class PointToPoint:
         receive.found(offer.source)
         if offer.body is not None:
             if offer.count:
-                fill(tensor, torch.frombuffer(bytearray(offer.body), dtype=tensor.dtype))
+                fill(tensor, offer.values(tensor.dtype))
             receive.task.settle()
             self._tell(offer.source, "taken", {"id": offer.identity})
             return
@@ -250,15 +264,10 @@ class PointToPoint:
     # --- what peers say, on the channel's thread
 
     def _on_offer(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
-        offer = _Offer(
-            source=rank,
-            identity=meta["id"],
-            group=meta["group"],
-            tag=meta["tag"],
-            dtype=meta["dtype"],
-            count=meta["count"],
-            body=body if meta["eager"] else None,
-        )
+        self._offered(_offer(rank, meta, body if meta["eager"] else None))
+        return None
+
+    def _offered(self, offer: _Offer) -> None:
         with self._lock:
             receive = next((r for r in self._posted if _fits(r, offer)), None)
             if receive is None:
@@ -267,7 +276,6 @@ class PointToPoint:
                 self._posted.remove(receive)
         if receive is not None:
             self._match(receive, offer)
-        return None
 
     def _on_match(self, rank: int, meta: Meta, body: bytes) -> Meta | None:
         """The receiver, a higher rank, has matched our offer: set its place in the order."""
@@ -329,10 +337,25 @@ class PointToPoint:
             )
 
     def _tell(self, rank: int, kind: str, meta: dict[str, Any]) -> None:
+        if rank == self._rank:
+            self._handlers[kind](rank, meta, b"")
+            return
         try:
             self._channel.send(rank, kind, meta)
         except PeerLostError:  # on_lost() has told whoever waits for it
             return
+
+
+def _offer(source: int, meta: Meta, body: bytes | torch.Tensor | None) -> _Offer:
+    return _Offer(
+        source=source,
+        identity=meta["id"],
+        group=meta["group"],
+        tag=meta["tag"],
+        dtype=meta["dtype"],
+        count=meta["count"],
+        body=body,
+    )
 
 
 def _fits(receive: _Receive, offer: _Offer) -> bool:

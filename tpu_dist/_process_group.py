@@ -82,10 +82,7 @@ class ProcessGroup(CollectiveVerbs):
         return check_tensor(verb, only(verb, tensors, "tensors"))
 
     def _peer(self, verb: str, group_rank: int) -> int:
-        peer = self._ranks[check_rank(verb, group_rank, self.size(), "the peer")]
-        if peer == self._job.rank:
-            raise ValueError(f"{verb}: rank {group_rank} is this rank; it cannot message itself")
-        return peer
+        return self._ranks[check_rank(verb, group_rank, self.size(), "the peer")]
 
     def _message_call(self, verb: str, peer: int | None, tag: int) -> Call:
         others = tuple(rank for rank in self._ranks if rank != self._job.rank)

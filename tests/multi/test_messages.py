@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -340,14 +341,75 @@ def nonsense(rank: int) -> None:
     for call in (
         lambda: group.send([torch.ones(1)], 2, 0),
         lambda: group.recv([torch.ones(1)], -1, 0),
-        lambda: group.send([torch.ones(1)], rank, 0),
+        lambda: dist.send(torch.ones(1), rank),
         lambda: group.recv([torch.empty(1, device="meta")], 1 - rank, 0),
     ):
         assert attempt(call).error == "ValueError", call
 
 
-def test_messages_to_nobody_or_oneself_are_refused(pool2: RankPool) -> None:
+def test_messages_to_nobody_or_blocking_ones_to_oneself_are_refused(pool2: RankPool) -> None:
     pool2(nonsense)
+
+
+def to_oneself(rank: int, device: str) -> None:
+    """isend and irecv, unlike send, take this rank for a peer: either may come first."""
+    for numel in (0, 3, EAGER, LARGE):
+        sent = [stamped(rank, rank, numel, tag).to(device) for tag in (1, 2)]
+        received = [torch.zeros(numel, device=device) for _ in sent]
+        first = dist.isend(sent[0], rank, tag=1)
+        second = dist.irecv(received[1], rank, tag=2)
+        assert first is not None and second is not None
+        assert not first.is_completed() and not second.is_completed()
+        works = [first, second, dist.irecv(received[0], rank, tag=1)]
+        works.append(dist.isend(sent[1], rank, tag=2))
+        for work in works:
+            assert work is not None
+            work.wait()
+        for before, after in zip(sent, received, strict=True):
+            assert after.equal(before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_a_message_to_oneself_arrives(pool2: RankPool, device: str) -> None:
+    pool2(to_oneself, device)
+
+
+def batch_with_oneself(rank: int) -> None:
+    size = dist.get_world_size()
+    received = [torch.zeros(LARGE) for _ in range(size)]
+    calls = []
+    for peer in range(size):
+        calls.append(dist.P2POp(dist.irecv, received[peer], peer))
+        calls.append(dist.P2POp(dist.isend, stamped(rank, peer, LARGE), peer))
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    for peer in range(size):
+        assert received[peer].equal(stamped(peer, rank, LARGE))
+
+
+def test_a_batch_may_name_every_rank(pool4: RankPool) -> None:
+    pool4(batch_with_oneself)
+
+
+def wrong_to_oneself(rank: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    small = group.send([torch.ones(3)], rank, 5)
+    with pytest.raises(RuntimeError, match="Send and receive the same"):
+        group.recv([torch.zeros(4)], rank, 5).wait()
+    with pytest.raises(RuntimeError, match="was refused by rank"):
+        small.wait()
+    lonely = attempt(lambda: group.send([torch.ones(LARGE)], rank, 6).wait(timedelta(seconds=0.3)))
+    assert lonely.error == "CollectiveTimeoutError"
+    found = torch.zeros(LARGE)
+    receive = group.recv_anysource([found], 6)  # the message itself is still under way
+    receive.wait()
+    assert receive._source_rank() == rank
+    assert found.eq(1).all()
+
+
+def test_a_message_to_oneself_fails_as_any_other(pool2: RankPool) -> None:
+    pool2(wrong_to_oneself)
 
 
 def unmodified_when_reused(rank: int) -> None:
