@@ -38,6 +38,7 @@ _FAMILIES = (
     "reductions",
     "shapes",
     "sorting",
+    "sync_batch_norm",
     "views",
 )
 

@@ -16,11 +16,13 @@ Array = Any  # None where torch passes none
 Tensor = torch.Tensor
 
 
-def _wide(x: Array) -> Array:
+def widened(x: Array) -> Array:
+    """In at least float32; None stays None."""
     return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _statistics(x: Array, dims: tuple[int, ...]) -> tuple[Array, Array]:
+def moments(x: Array, dims: tuple[int, ...]) -> tuple[Array, Array]:
+    """Mean and biased variance over `dims`, which are kept with size 1."""
     mean = jnp.mean(x, dims, keepdims=True)
     return mean, jnp.mean(jnp.square(x - mean), dims, keepdims=True)
 
@@ -30,14 +32,14 @@ def _layer_norm(
     x: Array, shape: Sequence[int], weight: Array, bias: Array, eps: float
 ) -> tuple[Array, Array, Array]:
     dims = tuple(range(x.ndim - len(shape), x.ndim))
-    wide = _wide(x)
-    mean, variance = _statistics(wide, dims)
+    wide = widened(x)
+    mean, variance = moments(wide, dims)
     rstd = lax.rsqrt(variance + eps)
     y = (wide - mean) * rstd
     if weight is not None:
-        y = y * _wide(weight)
+        y = y * widened(weight)
     if bias is not None:
-        y = y + _wide(bias)
+        y = y + widened(bias)
     return y, mean, rstd
 
 
@@ -54,9 +56,9 @@ def _layer_norm_backward(
 ) -> tuple[Array, ...]:
     inner = tuple(range(x.ndim - len(shape), x.ndim))
     outer = tuple(range(x.ndim - len(shape)))
-    grad, mean, rstd = _wide(grad), _wide(mean), _wide(rstd)
-    normal = (_wide(x) - mean) * rstd
-    scaled = grad if weight is None else grad * _wide(weight)
+    grad, mean, rstd = widened(grad), widened(mean), widened(rstd)
+    normal = (widened(x) - mean) * rstd
+    scaled = grad if weight is None else grad * widened(weight)
     along = jnp.mean(scaled * normal, inner, keepdims=True)
     dx = rstd * (scaled - jnp.mean(scaled, inner, keepdims=True) - normal * along)
     dw = jnp.sum(grad * normal, outer) if weight is not None else None
@@ -75,22 +77,22 @@ def _group_norm(
     group: int,
     eps: float,
 ) -> tuple[Array, Array, Array]:
-    wide = _wide(x).reshape(n, group, -1)
-    mean, variance = _statistics(wide, (2,))
+    wide = widened(x).reshape(n, group, -1)
+    mean, variance = moments(wide, (2,))
     rstd = lax.rsqrt(variance + eps)
     y = ((wide - mean) * rstd).reshape(x.shape)
     per_channel = (1, c) + (1,) * (x.ndim - 2)
     if weight is not None:
-        y = y * _wide(weight).reshape(per_channel)
+        y = y * widened(weight).reshape(per_channel)
     if bias is not None:
-        y = y + _wide(bias).reshape(per_channel)
+        y = y + widened(bias).reshape(per_channel)
     return y, mean.reshape(n, group), rstd.reshape(n, group)
 
 
 # --- batch norm: torch's schema does not say that it writes to the running statistics
 
 
-def _channels(x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def channels(x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims that are reduced, and the shape of what is left, to broadcast."""
     return (0, *range(2, x.ndim)), (1, x.shape[1]) + (1,) * (x.ndim - 2)
 
@@ -108,11 +110,11 @@ def _batch_norm(
     *,
     meta: Any,
 ) -> tuple[Array, ...]:
-    wide = _wide(x)
-    dims, shape = _channels(x)
+    wide = widened(x)
+    dims, shape = channels(x)
     new_mean, new_var = running_mean, running_var
     if training:
-        mean, variance = _statistics(wide, dims)
+        mean, variance = moments(wide, dims)
         rstd = lax.rsqrt(variance + eps)
         saved: tuple[Array, ...] = (mean.reshape(-1), rstd.reshape(-1))
         count = x.size // x.shape[1]
@@ -122,14 +124,14 @@ def _batch_norm(
             unbiased = variance.reshape(-1) * (count / max(count - 1, 1))
             new_var = _moved(running_var, unbiased, momentum)
     else:
-        mean = _wide(running_mean).reshape(shape)
-        rstd = lax.rsqrt(_wide(running_var) + eps).reshape(shape)
+        mean = widened(running_mean).reshape(shape)
+        rstd = lax.rsqrt(widened(running_var) + eps).reshape(shape)
         saved = tuple(jnp.zeros(tuple(m.shape), wide.dtype) for m in meta[1:3])
     y = (wide - mean) * rstd
     if weight is not None:
-        y = y * _wide(weight).reshape(shape)
+        y = y * widened(weight).reshape(shape)
     if bias is not None:
-        y = y + _wide(bias).reshape(shape)
+        y = y + widened(bias).reshape(shape)
     return y, *saved, new_mean, new_var
 
 
@@ -151,16 +153,16 @@ def _batch_norm_backward(
     eps: float,
     output_mask: Sequence[bool],
 ) -> tuple[Array, ...]:
-    dims, shape = _channels(x)
-    grad, wide = _wide(grad), _wide(x)
+    dims, shape = channels(x)
+    grad, wide = widened(grad), widened(x)
     if train:
-        mean, rstd = _wide(saved_mean), _wide(saved_rstd)
+        mean, rstd = widened(saved_mean), widened(saved_rstd)
     else:
-        mean, rstd = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
+        mean, rstd = widened(running_mean), lax.rsqrt(widened(running_var) + eps)
     normal = (wide - mean.reshape(shape)) * rstd.reshape(shape)
     db = jnp.sum(grad, dims)
     dw = jnp.sum(grad * normal, dims)
-    scale = rstd if weight is None else rstd * _wide(weight)
+    scale = rstd if weight is None else rstd * widened(weight)
     dx = grad * scale.reshape(shape)
     if train:
         count = x.size // x.shape[1]
