@@ -16,7 +16,7 @@ from torch._C import _to_dlpack
 
 from tpu_dist.collectives.dtypes import WireType, wire_type
 from tpu_dist.runtime.device.box import box_of
-from tpu_dist.runtime.device.tensors import is_on_device, wrap
+from tpu_dist.runtime.device.tensors import byte_range, is_on_device, wrap
 
 Array = Any
 
@@ -29,7 +29,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     on_device = is_on_device(tensor)
     if on_device:
-        box_of(tensor).settle()  # one collective after the other, also if nobody has waited
+        # One collective after the other, also if nobody has waited.
+        box_of(tensor).settle_between(*byte_range(tensor))
     flattened = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # On the device a copy is free until one of both is written to: so what was passed is sent,
     # whatever becomes of the tensor meanwhile.

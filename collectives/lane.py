@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from tpu_dist.collectives.forms import FORMS
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.programs import Programs
 from tpu_dist.collectives.task import Task
+from tpu_dist.runtime.device.calls import filling
 from tpu_dist.runtime.links import Links
 from tpu_dist.runtime.parked_threads import park
 from tpu_dist.runtime.runtime import Runtime
@@ -70,6 +71,12 @@ def current_lane() -> Lane | None:
 class _Job:
     task: Task
     operations: Iterable[Operation]
+
+
+def _next(operations: Iterator[Operation]) -> Operation | None:
+    """The next, after what a generator does behind the one before."""
+    with filling():
+        return next(operations, None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,7 +251,8 @@ class Lane:
             try:
                 self._refuse_if_failed(job.task)
                 self._open_links(job.task)
-                for operation in job.operations:
+                operations = iter(job.operations)
+                while (operation := _next(operations)) is not None:
                     self._execute(operation, job)
             except MismatchError as mismatch:  # every rank has the same, and nothing moved
                 error = mismatch
@@ -313,10 +321,12 @@ class Lane:
             envelopes = self._exchange_envelopes(operation.signature, payload)
         check_agreement(operation.signature, envelopes, self.ranks)
         if all(envelope.is_inline for envelope in envelopes):
-            operation.finish_inline(envelopes, self)
+            with filling():
+                operation.finish_inline(envelopes, self)
         else:
             self._connect()
-            operation.run(envelopes, self)
+            with filling():
+                operation.run(envelopes, self)
 
     def _give_way(self, job: _Job, group: bytes | None) -> None:
         """Ranks stand at calls of different groups: run the next call of `group` first.

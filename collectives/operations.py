@@ -22,6 +22,7 @@ from tpu_dist.collectives.forms import arrival_step, num_steps
 from tpu_dist.collectives.plans import Plan, choose_plan
 from tpu_dist.collectives.programs import Array, Programs
 from tpu_dist.collectives.reducers import Reducer, combine, finish
+from tpu_dist.runtime.device.calls import filling
 from tpu_dist.runtime.device.tensors import is_on_device
 
 _BYTES = WIRE_TYPES[torch.uint8]
@@ -404,10 +405,11 @@ def _from_payload(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy flat `values` into a tensor of the caller's, strided or not."""
-    destination = _Destination(tensor)
-    destination.flat.copy_(values)
-    destination.close()
+    """Copy flat `values`, which a call has brought, into a tensor of the caller's."""
+    with filling():
+        destination = _Destination(tensor)
+        destination.flat.copy_(values)
+        destination.close()
 
 
 def _store(target: torch.Tensor, chunk: Chunk, output: Array, members: Members) -> None:

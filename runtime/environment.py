@@ -1,19 +1,20 @@
 """The environment variables the process group knows, read here and nowhere else.
 
-=======================  ========================================================================
-``TPU_DIST_PLATFORM``    ``tpu`` or ``cpu``: the JAX platform; default: tpu where chips are
-``TPU_DIST_HOST``        where other processes reach this one; default: from the store
-``TPU_DIST_PREFER``      ``1``: take the names that torch_tpu has too (read in tpu_dist._autoload)
-``TPU_DIST_FALLBACK``    ``error``: refuse operators that would run on the CPU; default: ``warn``
-``TPU_LAUNCH_BLOCKING``  ``1``: Debug mode, each operator is waited for; also
-                         ``TORCH_TPU_LAUNCH_BLOCKING``
-``LOCAL_RANK``           index of this process on its host (torchrun, tpu-launch)
-``LOCAL_WORLD_SIZE``     number of processes on this host (torchrun, tpu-launch)
-``WORLD_SIZE``           number of processes (torchrun, tpu-launch)
-``MASTER_ADDR``          host of the c10d store (torchrun, tpu-launch)
-``MALLOC_*``,            glibc's own: where the user has set its thresholds, they are left alone
+==========================  =====================================================================
+``TPU_DIST_PLATFORM``       ``tpu`` or ``cpu``: the JAX platform; default: tpu where chips are
+``TPU_DIST_HOST``           where other processes reach this one; default: from the store
+``TPU_DIST_PREFER``         ``1``: take the names that torch_tpu has too (read in _autoload)
+``TPU_DIST_BLOCKING_WAIT``  ``1``: wait() on device tensors blocks the host until they are there
+``TPU_DIST_FALLBACK``       ``error``: refuse operators that would run on the CPU; default: ``warn``
+``TPU_LAUNCH_BLOCKING``     ``1``: Debug mode, each operator is waited for; also
+                            ``TORCH_TPU_LAUNCH_BLOCKING``
+``LOCAL_RANK``              index of this process on its host (torchrun, tpu-launch)
+``LOCAL_WORLD_SIZE``        number of processes on this host (torchrun, tpu-launch)
+``WORLD_SIZE``              number of processes (torchrun, tpu-launch)
+``MASTER_ADDR``             host of the c10d store (torchrun, tpu-launch)
+``MALLOC_*``,               glibc's own: where the user has set its thresholds, they are left alone
 ``GLIBC_TUNABLES``
-=======================  ========================================================================
+==========================  =====================================================================
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class RuntimeConfig:
     world_size: int | None = None
     fallback: str = "warn"
     launch_blocking: bool = False
+    blocking_wait: bool = False
 
     def __post_init__(self) -> None:
         if self.platform is not None and self.platform not in PLATFORMS:
@@ -74,8 +76,13 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RuntimeConfig:
         tuned_malloc=any(name in environ for name in _MALLOC),
         world_size=_integer(environ, "WORLD_SIZE"),
         fallback=environ.get("TPU_DIST_FALLBACK", "").lower() or "warn",
-        launch_blocking=any(environ.get(name, "0") not in ("", "0") for name in _BLOCKING),
+        launch_blocking=any(_is_on(environ, name) for name in _BLOCKING),
+        blocking_wait=_is_on(environ, "TPU_DIST_BLOCKING_WAIT"),
     )
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "0") not in ("", "0")
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:

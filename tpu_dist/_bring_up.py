@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import secrets
+import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
+from tpu_dist._group_base import finish_calls
 from tpu_dist._job import Job
 from tpu_dist._process_group import ProcessGroup
 from tpu_dist._work import Work
@@ -39,20 +42,24 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
             options.store, options.group_rank, options.group_size, options.timeout
         )
         store = PrefixStore(epoch, options.store)
+        config = read_environment()
         runtime = start_runtime(
             store,
             rank=options.group_rank,
             world_size=options.group_size,
             timeout=options.timeout,
-            config=read_environment(),
+            config=config,
         )
         if _job is None or _job.runtime is not runtime:
             is_first = _job is None
             _job = Job.start(runtime)
-            if not is_first:
+            if is_first:  # after the runtime's own, so that it is called before
+                atexit.register(_finish_at_exit)
+            else:
                 Work.forget_recent()  # they hold the last job, and its client
                 release_dropped_clients()
         _job.epoch = epoch
+        _job.blocking_wait = config.blocking_wait
         ranks = list(range(options.group_size))
     if _job is None or _job.runtime is not current_runtime():
         raise BringUpError(
@@ -60,6 +67,12 @@ def create_process_group(options: Any, backend_options: Any = None) -> ProcessGr
             "init_process_group('tpu_dist') first (a default group of another backend will not do)."
         )
     return ProcessGroup(_job, options.store, ranks, options.timeout, str(options.group_id))
+
+
+def _finish_at_exit() -> None:
+    """What was waited for is done before the process ends, unless it ends by an exception."""
+    if not hasattr(sys, "last_value"):
+        finish_calls()
 
 
 def _agree_on_epoch(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import logging
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +18,9 @@ from tpu_dist._work import CoalescedWork, Work
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.task import Call, Owner, Task
 from tpu_dist.errors import CollectiveError
-from tpu_dist.runtime.device.box import box_of
-from tpu_dist.runtime.device.tensors import is_on_device
+from tpu_dist.runtime.device import calls
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -155,8 +154,13 @@ class GroupBase(dist.ProcessGroup):
     # --- its end
 
     def shutdown(self) -> None:
-        """Take no more calls; those under way go on to their end."""
+        """Take no more calls; those under way go on to their end.
+
+        What was waited for is done when this returns, or has failed: where nobody has touched its
+        outputs, the failure is logged. It is not raised, as the rest must be taken down too.
+        """
         self._ended = self._ended or "was destroyed"
+        finish_calls(self._uid)
 
     def abort(self) -> None:
         """Fail what is under way, here and on the group's other ranks, and take no more calls."""
@@ -210,15 +214,18 @@ class GroupBase(dist.ProcessGroup):
             event = torch.autograd._record_function_with_args_enter(  # type: ignore[attr-defined]
                 f"tpu_dist:{call.verb}", *inputs
             )
-        work = Work(outputs, lambda: f"{call}: {self._job.engine.absent(call)}", event)
+        work = Work(
+            outputs,
+            lambda: f"{call}: {self._job.engine.absent(call)}",
+            event,
+            group=self._uid,
+            blocks=self._job.blocking_wait,
+        )
 
         def settled(error: BaseException | None) -> None:
             recorder.end(record, time.monotonic() - task.started, error)
             work.finish(error)
 
-        for output in outputs:
-            if is_on_device(output):
-                box_of(output).pending = functools.partial(_wait_if_alive, weakref.ref(work))
         task = Task(call, timeout, owner, settled)
         return task, work
 
@@ -249,12 +256,21 @@ class GroupBase(dist.ProcessGroup):
         return work
 
 
-def _wait_if_alive(work: weakref.ref[Work]) -> None:
-    """Wait for a call before the next one reads what it writes; its error is its own waiters'."""
-    alive = work()
-    if alive is not None:
-        with contextlib.suppress(CollectiveError):
-            alive.wait()
+def finish_calls(group: str | None = None) -> None:
+    """Block until the calls on device tensors that were waited for are done; log what has failed.
+
+    Args:
+        group: uid of the group whose calls they are; None: all groups.
+    """
+    for call in calls.under_way():
+        if isinstance(call, Work) and call.was_waited_for and group in (None, call.group):
+            call.join()
+    for error in calls.take_unseen():
+        _logger.error(
+            "a collective on device tensors has failed, and nobody has read what it should have "
+            "written: %s",
+            error,
+        )
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> str:

@@ -20,6 +20,7 @@ class Job:
     messages: PointToPoint
     barriers: MonitoredBarriers
     recorder: Recorder = field(default_factory=Recorder)
+    blocking_wait: bool = False  # TPU_DIST_BLOCKING_WAIT
     epoch: str = ""  # of the last init_process_group; tells its groups from earlier ones' namesakes
 
     @property

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tpu_dist.runtime.device import calls
 from tpu_dist.runtime.device.modes import is_blocking
 from tpu_dist.runtime.device.place import place
 
@@ -35,7 +36,11 @@ def report(flag: Flag, error: Callable[[], Exception]) -> None:
 
 
 def raise_pending() -> None:
-    """Raise the first error that was found since the last call; waits for those who look for it."""
+    """Raise the first error that was found since the last call; waits for those who look for it.
+
+    Also that of a collective, if nobody has seen it.
+    """
+    calls.raise_unseen()
     if not _pending:
         return
     with _lock:

@@ -38,8 +38,7 @@ def resize_storage(storage: Any, nbytes: int) -> None:
     if nbytes == box.nbytes:
         return
     if nbytes == 0:
-        box.array = None
-        box.shared = False
+        box.put(None, box.dtype)
     elif box.array is not None and box.nbytes:
         kept = min(box.nbytes, nbytes)
         larger = new_empty((nbytes,), torch.uint8)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tpu_dist.runtime.device import calls
 from tpu_dist.runtime.device.place import is_started, place
 
 Array = Any
@@ -40,13 +41,15 @@ def wait_for(arrays: list[Array]) -> None:
 
 
 def synchronize(device: Any = None) -> None:
-    """Block until all that was called is computed.
+    """Block until all that was called is computed, collectives among it.
 
     Raises:
         IndexError, RuntimeError: an operator has found its input to be wrong.
+        CollectiveError: a collective has failed, and nobody has seen that yet.
     """
     from tpu_dist.runtime.device.checks import raise_pending
 
+    calls.settle_all()
     wait_for(arrays_under_way())
     raise_pending()
 
@@ -76,13 +79,14 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         """Whether all that was called is computed."""
-        return not arrays_under_way()
+        return not calls.under_way() and not arrays_under_way()
 
 
 class Event(torch.Event):
     """A point in the order of calls."""
 
     _under_way: list[Array]
+    _calls: list[calls.WritingCall]
     _ended: float | Future[float] | None
     _timed: bool
     _recorded: bool
@@ -96,6 +100,7 @@ class Event(torch.Event):
         """
         event = super().__new__(cls, device=torch.device("tpu", 0), enable_timing=enable_timing)
         event._under_way = []
+        event._calls = []
         event._ended = None
         event._timed = enable_timing
         event._recorded = False
@@ -106,23 +111,30 @@ class Event(torch.Event):
         self._recorded = True
         if self._timed:
             self._under_way = arrays_under_way()
+            self._calls = calls.under_way()
             self._ended = time.perf_counter()
-            if self._under_way:
-                self._ended = _clock().submit(_time_of, self._under_way)
+            if self._under_way or self._calls:
+                self._ended = _clock().submit(_time_of, self._under_way, self._calls)
 
     def wait(self, stream: Any = None) -> None:
         """Order what `stream` gets behind it; it is so anyway."""
 
     def query(self) -> bool:
         """Whether what it stands for is computed."""
-        under_way = self._under_way if self._timed or not self._recorded else arrays_under_way()
-        return all(a.is_deleted() or a.is_ready() for a in under_way)
+        if not self._timed and self._recorded:
+            return not calls.under_way() and not arrays_under_way()
+        if any(not call.is_completed() for call in self._calls):
+            return False
+        return all(a.is_deleted() or a.is_ready() for a in self._under_way)
 
     def synchronize(self) -> None:
         """Block until what it stands for is computed."""
         if self._recorded:
+            for call in self._calls if self._timed else calls.under_way():
+                call.settle()
             wait_for(self._under_way if self._timed else arrays_under_way())
         self._under_way = []
+        self._calls = []
 
     def elapsed_time(self, end_event: torch.Event) -> float:
         """Milliseconds from when this was reached to when `end_event` was; waits for both.
@@ -143,7 +155,9 @@ class Event(torch.Event):
         return self._ended.result() if isinstance(self._ended, Future) else self._ended
 
 
-def _time_of(arrays: list[Array]) -> float:
+def _time_of(arrays: list[Array], collectives: list[calls.WritingCall]) -> float:
+    for call in collectives:
+        call.join()
     wait_for(arrays)
     return time.perf_counter()
 

@@ -87,6 +87,14 @@ def is_on_device(value: object) -> bool:
     )
 
 
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes [start, end) of its storage between which a tensor has all of its elements."""
+    start = int(tensor.storage_offset())
+    end = storage_extent(tensor.shape, tensor.stride(), start)
+    size = tensor.element_size()
+    return start * size, max(start, end) * size
+
+
 def array_of_storage(tensor: torch.Tensor, box: Box) -> Array:
     """The array of a tensor's storage; zeros where nothing was written yet.
 
