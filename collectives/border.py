@@ -16,6 +16,7 @@ from torch._C import _to_dlpack
 
 from tpu_dist.collectives.dtypes import WireType, wire_type
 from tpu_dist.runtime.device.box import box_of
+from tpu_dist.runtime.device.dtypes import TO_ARRAY
 from tpu_dist.runtime.device.tensors import byte_range, is_on_device, wrap
 
 Array = Any
@@ -53,7 +54,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor, device: Any) -> Array:
-    """A flat tensor as an array on `device`; keep the tensor until the array has been read.
+    """A tensor as an array on `device`; keep the tensor until the array has been read.
 
     On the CPU platform it shares a CPU tensor's memory.
     """
@@ -69,7 +70,12 @@ def copy_out(array: Array, target: torch.Tensor, device: Any) -> None:
     if not is_on_device(target):
         (_copy_memory if device.platform == "cpu" else _download)(array, target)
         return
-    arrived = wrap(array, target.dtype, array.shape)
+    box = box_of(target)
+    whole = target.numel() * target.element_size() == box.nbytes and target.is_contiguous()
+    if whole and array.size == target.numel() and array.dtype == TO_ARRAY[target.dtype]:
+        box.put(array, target.dtype)  # nobody else holds it
+        return
+    arrived = wrap(array.reshape(-1) if array.ndim > 1 else array, target.dtype, (array.size,))
     target.copy_(arrived if arrived.numel() == target.numel() else arrived[: target.numel()])
 
 

@@ -21,7 +21,11 @@ INLINE_BYTES = 4096  # payload that fits into an envelope
 # An envelope is a head, the call (what must agree), digests of other groups that wait, the table of
 # sends and receives if the verb has one, and the payload if it is small.
 _HEAD = struct.Struct("<QHHBB")  # sequence, bytes of the call, others, has a table, is inline
-_CALL = struct.Struct("<8sBBBidh")  # group, verb, dtype, reducer, root, factor, dims; then shape
+# Of the call: group, verb, dtype, reducer, place, root, factor, dims; then the shape.
+_CALL = struct.Struct("<8sBBBBidh")
+
+# Where a rank's tensors may be; a program's operands are made otherwise for each.
+PLACES = (None, "cpu", "tpu")
 
 VERBS = (
     "all_reduce",
@@ -50,6 +54,7 @@ class Signature:
         reducer: for verbs that reduce.
         root: group rank, for verbs that have one.
         factor: of PREMUL_SUM.
+        place: device type of the tensors; None where it does not matter.
         shape: of the tensor, for verbs where all ranks pass one of the same shape.
         sends: elements to each group rank, for verbs that exchange pieces.
         receives: elements expected from each group rank, likewise.
@@ -63,6 +68,7 @@ class Signature:
     reducer: reducers.Reducer | None = None
     root: int | None = None
     factor: float = 1.0
+    place: str | None = None
     shape: tuple[int, ...] | None = None
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
@@ -96,7 +102,7 @@ class Envelope:
 
     def describe(self) -> str:
         """The call in the user's words, e.g. ``all_reduce SUM float32 (3, 5)``."""
-        _, verb, dtype, reducer, root, factor, dims = _CALL.unpack_from(self.call)
+        _, verb, dtype, reducer, _, root, factor, dims = _CALL.unpack_from(self.call)
         words = [VERBS[verb]]
         if reducer:
             words.append(reducers.NAMES_BY_CODE[reducer])
@@ -112,6 +118,11 @@ class Envelope:
             words.append(f"root {root}")
         return " ".join(words)
 
+    @property
+    def place(self) -> str | None:
+        """Where the rank's tensors are."""
+        return PLACES[_CALL.unpack_from(self.call)[4]]
+
 
 def pack(signature: Signature, payload: bytes | None, others: Sequence[bytes] = ()) -> bytes:
     """Write an envelope.
@@ -126,6 +137,7 @@ def pack(signature: Signature, payload: bytes | None, others: Sequence[bytes] = 
         signature.verb,
         signature.wire,
         signature.reducer,
+        signature.place,
         signature.root,
         struct.pack("<d", signature.factor),  # by its bits: NaN agrees with itself
         signature.shape,
@@ -149,6 +161,7 @@ def _pack_call(
     verb: str,
     wire: dtypes.WireType | None,
     reducer: reducers.Reducer | None,
+    place: str | None,
     root: int | None,
     factor: bytes,
     shape: tuple[int, ...] | None,
@@ -158,6 +171,7 @@ def _pack_call(
         VERBS.index(verb),
         wire.code if wire else 0,
         reducer.code if reducer else 0,
+        PLACES.index(place),
         -1 if root is None else root,
         *struct.unpack("<d", factor),
         -1 if shape is None else len(shape),
@@ -239,9 +253,12 @@ def _describe_disagreement(
     by_rank = dict(zip(ranks, envelopes, strict=True))
     own_group = group_digest(signature.uid)
     lines = []
+    places_differ = len({envelope.place for envelope in envelopes} - {None}) > 1
     for callers in calls.values():
         envelope = by_rank[callers[0]]
         where = "" if envelope.group == own_group else " in another group with the same ranks"
+        if places_differ and envelope.place is not None:
+            where = f" with tensors on {envelope.place!r}{where}"
         who = f"rank {callers[0]}" if len(callers) == 1 else f"ranks {callers}"
         lines.append(f"{who} called {envelope.describe()} (#{envelope.sequence}{where})")
     return (

@@ -6,7 +6,7 @@ reduce, broadcast). An Exchange sends a piece to each rank and takes a piece fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -89,6 +89,17 @@ class _Destination:
         """Bring the buffer, if there is one, into the tensor."""
         if self._buffer is not self._tensor:
             self._tensor.copy_(self._buffer)
+
+
+def _chunks(
+    signature: Signature, num_elements: int, plan: Plan, members: Members
+) -> Iterator[Chunk]:
+    """Cut what each program moves; on the device not at all, since every cut is a copy there."""
+    if signature.place != "tpu":
+        return chunks(num_elements, plan.chunk_elements)
+    assert signature.wire is not None
+    rounded = members.programs.exact_sizes.rounding((plan.form.name, signature.wire.name))
+    return chunks(num_elements, max(1, num_elements), rounded)
 
 
 def _cut(payload: torch.Tensor | None, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
@@ -178,6 +189,9 @@ class Whole:
             wire=wire,
             reducer=reducer,
         )
+        if self._fits_one_program(plan, payload.numel(), members):
+            self._run_as_it_is(plan, members)
+            return
         destination = _Destination(self.tensor)
         target = destination.flat.view(payload.dtype)
         if reducer is None:
@@ -189,6 +203,39 @@ class Whole:
         if self.keeps:
             destination.close()
 
+    def _fits_one_program(self, plan: Plan, num_elements: int, members: Members) -> bool:
+        """Whether the tensor's array goes into a program, and its output to the tensor, as is."""
+        signature = self.signature
+        if signature.place != "tpu" or plan.form.pieces:
+            return False
+        what = (plan.form.name, self._wire.name, signature.shape)
+        return bool(num_elements) and members.programs.exact_sizes.admit(what)
+
+    def _run_as_it_is(self, plan: Plan, members: Members) -> None:
+        shape = self.signature.shape or (1,)
+        root, size = self.signature.root, members.num_ranks
+        array = to_array(self._flat.view(shape), members.device)
+        reducer = self.signature.reducer
+        is_hop = reducer is None
+        arrives = arrival_step((members.index - (root or 0)) % size) if is_hop else 0
+        for step in range(num_steps(size) if is_hop else 1):
+            program = members.programs.get(
+                plan.form,
+                size=self._flat.numel(),
+                wire=self._wire,
+                reducer=reducer,
+                root=root if is_hop else None,
+                step=step,
+                shape=shape,
+            )
+            (output,) = program([array])
+            if step == arrives:
+                array = output
+        if self.keeps:
+            destination = _Destination(self.tensor)
+            copy_out(array, destination.flat, members.device)
+            destination.close()
+
     def _pass_on(
         self, payload: torch.Tensor, target: torch.Tensor, plan: Plan, members: Members
     ) -> None:
@@ -196,7 +243,7 @@ class Whole:
         root, size = self.signature.root, members.num_ranks
         assert root is not None
         arrives = arrival_step((members.index - root) % size)
-        for chunk in chunks(payload.numel(), plan.chunk_elements):
+        for chunk in _chunks(self.signature, payload.numel(), plan, members):
             held = to_array(_cut(payload, chunk, payload.dtype), members.device)
             for step in range(num_steps(size)):
                 program = members.programs.get(
@@ -216,7 +263,7 @@ class Whole:
         reducer: Reducer,
         members: Members,
     ) -> None:
-        for chunk in chunks(payload.numel(), plan.chunk_elements):
+        for chunk in _chunks(self.signature, payload.numel(), plan, members):
             program = members.programs.get(
                 plan.form, size=chunk.size, wire=self._wire, reducer=reducer
             )
@@ -315,9 +362,10 @@ class Exchange:
 
     def _move(self, largest: int, members: Members) -> None:
         me, size = members.index, members.num_ranks
-        sends = [None if piece is None else raw(piece) for piece in self._flats]
+        seen = _as_it_is if self.signature.place == "tpu" else raw
+        sends = [None if piece is None else seen(piece) for piece in self._flats]
         destinations = [None if t is None else _Destination(t) for t in self.receives]
-        targets = [None if d is None else raw(d.flat) for d in destinations]
+        targets = [None if d is None else seen(d.flat) for d in destinations]
         own_source, own_target = sends[me], targets[me]
         if own_target is not None and own_source is not None and not _same(own_target, own_source):
             own_target.copy_(own_source)
@@ -336,25 +384,33 @@ class Exchange:
     ) -> None:
         me, size = members.index, members.num_ranks
         assert self.signature.wire is not None
-        num_bytes = largest * self.signature.wire.carrier.itemsize
+        on_device = self.signature.place == "tpu"
+        wire = self.signature.wire if on_device else _BYTES
+        element_bytes = wire.carrier.itemsize
+        num_elements = largest * self.signature.wire.carrier.itemsize // element_bytes
         plan = choose_plan(
             members.platform,
             self.signature.verb,
-            num_elements=num_bytes,
-            element_bytes=1,
+            num_elements=num_elements,
+            element_bytes=element_bytes,
             num_ranks=size,
-            wire=_BYTES,
+            wire=wire,
         )
         form = plan.form
+        dtype = getattr(torch, wire.name)
         order = [(me + k) % size for k in range(1, size)] if form.relative else list(range(size))
         backwards = [(me - k) % size for k in range(1, size)] if form.relative else order
         sources = order if form.pieces else [_first_receiver(sends)]
-        for chunk in chunks(num_bytes, plan.chunk_elements):
+        for chunk in _chunks(self.signature, num_elements, plan, members):
             program = members.programs.get(
-                form, size=chunk.size, wire=_BYTES, root=self.signature.root
+                form,
+                size=chunk.size,
+                wire=wire,
+                root=self.signature.root,
+                shape=(chunk.size,) if on_device else None,
             )
             operands = [
-                to_array(_cut(sends[rank], chunk, torch.uint8), members.device) for rank in sources
+                to_array(_cut(sends[rank], chunk, dtype), members.device) for rank in sources
             ]
             outputs = program(operands)
             for rank, output in zip(backwards, outputs, strict=True):
@@ -379,7 +435,7 @@ class Exchange:
             reducer=reducer,
         )
         order = [(me + k) % size if plan.form.relative else k for k in range(size)]
-        for chunk in chunks(largest, plan.chunk_elements):
+        for chunk in _chunks(self.signature, largest, plan, members):
             program = members.programs.get(plan.form, size=chunk.size, wire=wire, reducer=reducer)
             operands = [
                 to_array(_cut(pieces[rank], chunk, wire.carrier), members.device) for rank in order
@@ -392,6 +448,10 @@ class Exchange:
 def _first_receiver(sends: Sequence[torch.Tensor | None]) -> int:
     """The first rank that something is sent to (the same goes to all); 0 if there is none."""
     return next((rank for rank, piece in enumerate(sends) if piece is not None), 0)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:

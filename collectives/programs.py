@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_dist.collectives.dtypes import WireType
+from tpu_dist.collectives.chunks import ExactSizes
+from tpu_dist.collectives.dtypes import Kind, WireType
 from tpu_dist.collectives.forms import AXIS, Form, FormContext
 from tpu_dist.collectives.reducers import Reducer
 
@@ -23,6 +24,7 @@ class _Key:
     reducer: str | None
     root: int | None
     step: int
+    shape: tuple[int, ...] | None
 
 
 class Programs:
@@ -36,6 +38,7 @@ class Programs:
         self._devices = tuple(devices)
         self._own = own
         self._cache: dict[_Key, Program] = {}
+        self.exact_sizes = ExactSizes()
         self._compiling = threading.Lock()
 
     def get(
@@ -47,9 +50,15 @@ class Programs:
         reducer: Reducer | None = None,
         root: int | None = None,
         step: int = 0,
+        shape: tuple[int, ...] | None = None,
     ) -> Program:
-        """The program of `form` for flat arrays of `size` elements that cross as `wire.carrier`."""
-        key = _Key(form.name, size, wire.name, reducer.name if reducer else None, root, step)
+        """The program of `form` for flat arrays of `size` elements that cross as `wire.carrier`.
+
+        With `shape`, which has as many elements, for arrays of that shape and the dtype itself, as
+        tensors on the device have them: then nothing is copied before or after.
+        """
+        named = reducer.name if reducer else None
+        key = _Key(form.name, size, wire.name, named, root, step, shape)
         program = self._cache.get(key)
         if program is None:
             with self._compiling:
@@ -62,11 +71,13 @@ class Programs:
                         root=root,
                         step=step,
                     )
-                    program = self._compile(form, size, context)
+                    program = self._compile(form, size, context, shape)
                     self._cache[key] = program
         return program
 
-    def _compile(self, form: Form, size: int, context: FormContext) -> Program:
+    def _compile(
+        self, form: Form, size: int, context: FormContext, shape: tuple[int, ...] | None
+    ) -> Program:
         import jax
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -75,13 +86,19 @@ class Programs:
         mesh = Mesh(np.array(self._devices), (AXIS,))
         spec = PartitionSpec(AXIS)
 
+        local = shape or (size,)
+        dtype = _carrier(wire) if shape is None else wire.name
+        # What only moves must arrive bit by bit: some transports widen narrow floats.
+        inside = wire.name if context.reducer or shape is None else _bits(wire)
+
         def run(*operands: Array) -> tuple[Array, ...]:
-            shards = [_as(operand, wire.name) for operand in operands]
-            return tuple(_as(output, _carrier(wire)) for output in form.build(context, shards))
+            shards = [_as(operand.reshape(-1), inside) for operand in operands]
+            outputs = form.build(context, shards)
+            return tuple(_as(output, dtype).reshape(local) for output in outputs)
 
         with jax.enable_x64(True):
             operand = jax.ShapeDtypeStruct(
-                (num_ranks * size,), _carrier(wire), sharding=NamedSharding(mesh, spec)
+                (num_ranks * local[0], *local[1:]), dtype, sharding=NamedSharding(mesh, spec)
             )
             mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             operands = [operand] * form.num_operands(num_ranks)
@@ -109,6 +126,13 @@ def _runner(compiled: Any) -> Program:
 
 def _carrier(wire: WireType) -> str:
     return str(wire.carrier).removeprefix("torch.")
+
+
+def _bits(wire: WireType) -> str:
+    """An integer dtype of the same width; complex numbers are as they are."""
+    if wire.kind is Kind.FLOAT:
+        return f"uint{8 * wire.carrier.itemsize}"
+    return _carrier(wire) if wire.kind is Kind.BOOL else wire.name
 
 
 def _as(array: Array, dtype: str) -> Array:

@@ -17,7 +17,7 @@ from tpu_dist._validation import (
     check_output,
     check_outputs,
     check_rank,
-    check_same_dtype,
+    check_same_kind,
     check_tensor,
     check_tensors,
     only,
@@ -103,6 +103,7 @@ class CollectiveVerbs(GroupBase):
             reducer=reducer,
             root=root,
             factor=factor,
+            place=tensor.device.type,
             shape=tuple(tensor.shape),
         )
         is_root = root == self._index
@@ -137,7 +138,7 @@ class CollectiveVerbs(GroupBase):
         for output_list, source in zip(output_lists, inputs, strict=True):
             source = check_tensor(verb, source, "input")
             outputs = check_outputs(verb, output_list, self.size())
-            check_same_dtype(verb, outputs[0], source)
+            check_same_kind(verb, outputs[0], source)
             own = outputs[self._index]
             check_count(verb, own, "this rank's output", source.numel(), "as many as in its input")
             sizes = [output.numel() for output in outputs]
@@ -160,7 +161,7 @@ class CollectiveVerbs(GroupBase):
         for output, source in zip(outputs, inputs, strict=True):
             source = check_tensor(verb, source, "input")
             output = check_output(verb, output, "output")
-            check_same_dtype(verb, output, source)
+            check_same_kind(verb, output, source)
             total = source.numel() * self.size()
             check_count(verb, output, "output", total, f"{self.size()} times the input's")
             pieces, close = _pieces(output, [source.numel()] * self.size())
@@ -175,7 +176,7 @@ class CollectiveVerbs(GroupBase):
         self._refuse_if_ended(verb)
         sources = check_tensors(verb, inputs, "inputs", count=self.size())
         targets = check_outputs(verb, outputs, self.size())
-        check_same_dtype(verb, targets[0], sources[0])
+        check_same_kind(verb, targets[0], sources[0])
         own = sources[self._index].numel()
         check_count(verb, targets[self._index], "this rank's output", own, "as its own input")
         operation = self._exchange(verb, sources, targets)
@@ -194,7 +195,7 @@ class CollectiveVerbs(GroupBase):
         self._refuse_if_ended(verb)
         source = check_tensor(verb, source, "input")
         output = check_output(verb, output, "output")
-        check_same_dtype(verb, output, source)
+        check_same_kind(verb, output, source)
         sends = split_sizes(verb, source, input_splits, self.size(), "input")
         receives = split_sizes(verb, output, output_splits, self.size(), "output")
         flat_source = flat(source)
@@ -215,7 +216,7 @@ class CollectiveVerbs(GroupBase):
             listed = check_outputs(
                 verb, only(verb, outputs, "outputs") if outputs else [], self.size()
             )
-            check_same_dtype(verb, listed[0], source)
+            check_same_kind(verb, listed[0], source)
             own = listed[root]
             check_count(verb, own, "the root's own output", source.numel(), "as in its input")
             targets = list(listed)
@@ -237,7 +238,7 @@ class CollectiveVerbs(GroupBase):
             listed = check_tensors(
                 verb, only(verb, inputs, "inputs") if inputs else [], "inputs", count=self.size()
             )
-            check_same_dtype(verb, output, listed[0])
+            check_same_kind(verb, output, listed[0])
             check_count(verb, output, "output", listed[root].numel(), "as in the root's own input")
             sends = list(listed)
         elif inputs and inputs[0]:
@@ -283,7 +284,7 @@ class CollectiveVerbs(GroupBase):
 
     def _reduce_scatter(self, output: Tensor, pieces: list[Tensor], opts: Any) -> Operation:
         verb = "reduce_scatter"
-        check_same_dtype(verb, output, pieces[0])
+        check_same_kind(verb, output, pieces[0])
         own = pieces[self._index]
         check_count(verb, output, "output", own.numel(), "as in this rank's own input")
         reducer, factor = _reduction(opts, output)
@@ -345,6 +346,7 @@ class CollectiveVerbs(GroupBase):
             reducer=reducer,
             root=root,
             factor=factor,
+            place=some.device.type,
             sends=tuple(0 if tensor is None else tensor.numel() for tensor in sends),
             receives=tuple(expected),
         )

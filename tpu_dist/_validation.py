@@ -34,7 +34,7 @@ def check_tensor(verb: str, tensor: object, role: str = "tensor") -> torch.Tenso
 def check_tensors(
     verb: str, tensors: Sequence[object], role: str, *, count: int | None = None
 ) -> list[torch.Tensor]:
-    """See that there are `count` tensors, all of one dtype.
+    """See that there are `count` tensors, all of one dtype and on one device.
 
     Raises:
         ValueError: there are others.
@@ -52,6 +52,11 @@ def check_tensors(
     if len(dtypes) > 1:
         raise ValueError(
             f"{verb}: {role} must be of one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+        )
+    devices = {str(tensor.device) for tensor in checked}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{verb}: {role} must be on one device, got {', '.join(sorted(devices))}; move them"
         )
     return checked
 
@@ -87,11 +92,16 @@ def only(verb: str, tensors: Any, role: str) -> Any:
     return tensors
 
 
-def check_same_dtype(verb: str, output: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise ValueError unless both have one dtype."""
+def check_same_kind(verb: str, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise ValueError unless both have one dtype, and are on one device."""
     if output.dtype != source.dtype:
         raise ValueError(
             f"{verb}: output is {output.dtype}, input is {source.dtype}; they must be the same"
+        )
+    if output.device != source.device:
+        raise ValueError(
+            f"{verb}: output is on {output.device}, input on {source.device}; they must be on one "
+            f"device: move one of them with .to()"
         )
 
 

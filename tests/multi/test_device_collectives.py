@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failures import Attempt, attempt
 from ranks import RankPool, gloo_cannot
 from torch import Tensor
 from torch.testing import assert_close
+
+from tpu_dist.runtime.device.box import box_of
 
 pytestmark = gloo_cannot("it has no tensors on 'tpu'")
 
@@ -197,6 +200,166 @@ def make_and_drop(rank: int) -> list[int]:
 def test_what_was_communicated_is_not_kept() -> None:
     for first, _, last in pool(2)(make_and_drop):
         assert last <= first
+
+
+class Watched:
+    """Looks at what goes into programs and comes out of them."""
+
+    def __init__(self) -> None:
+        world: Any = dist.group.WORLD
+        self.programs = world._lane.programs
+        self.taken: list[Any] = []
+        self.given: list[Any] = []
+        self.sizes: list[int] = []
+
+    def __enter__(self) -> "Watched":
+        get = self.programs.get
+
+        def watched(form: Any, **options: Any) -> Any:
+            program = get(form, **options)
+
+            def run(operands: Any) -> Any:
+                outputs = program(operands)
+                self.taken += operands
+                self.given += outputs
+                self.sizes.append(options["size"])
+                return outputs
+
+            return run
+
+        self.programs.get = watched
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.programs.get
+
+
+def is_array_of(array: Any, tensor: Tensor) -> bool:
+    torch.tpu.synchronize()
+    return box_of(tensor).array is array
+
+
+def passes_through(rank: int, verb: str, shape: list[int], dtype: torch.dtype) -> Any:
+    """The array that was the tensor's is the program's operand, and its output the tensor's."""
+    for turn in range(3):
+        x = (torch.arange(torch.Size(shape).numel()) % 5 + rank).to(dtype).reshape(shape).to("tpu")
+        before = box_of(x).array
+        with Watched() as watched:
+            if verb == "broadcast":
+                dist.broadcast(x, 0)
+            else:
+                dist.all_reduce(x)
+            torch.tpu.synchronize()
+        if turn:  # from the second time on
+            assert watched.sizes == [x.numel()]
+            assert watched.taken[0] is before
+            assert is_array_of(watched.given[0], x) or (verb == "broadcast" and rank == 0)
+        assert (verb == "broadcast" and rank == 0) or not box_of(x).shared
+    return x.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [[1111], [3, 5, 7], [1 << 20], [129, 1]])
+@pytest.mark.parametrize("verb", ["all_reduce", "broadcast"])
+def test_the_tensors_array_is_the_programs(verb: str, shape: list[int], dtype: torch.dtype) -> None:
+    if shape == [1 << 20] and dtype is not torch.float32:
+        pytest.skip("the sizes differ in nothing that the dtype matters to")
+    base = torch.arange(torch.Size(shape).numel()) % 5
+    parts = [(base + rank).to(dtype).reshape(shape) for rank in range(2)]
+    wanted = parts[0] if verb == "broadcast" else parts[0] + parts[1]
+    for got in pool(2)(passes_through, verb, shape, dtype):
+        assert_close(got, wanted, rtol=0, atol=0)
+
+
+def gather_as_it_is(rank: int) -> tuple[bool, list[int], list[int]]:
+    for _ in range(3):
+        x = torch.full((1111,), float(rank), device="tpu")
+        output = torch.empty(2222, device="tpu")
+        shard = torch.empty(777, device="tpu")
+        with Watched() as gather:
+            dist.all_gather_single(output, x)
+            torch.tpu.synchronize()
+        with Watched() as scatter:
+            dist.reduce_scatter_single(shard, torch.ones(1554, device="tpu"))
+            torch.tpu.synchronize()
+    assert output.tolist() == [0.0] * 1111 + [1.0] * 1111 and shard.tolist() == [2.0] * 777
+    return gather.taken[0] is box_of(x).array, gather.sizes, scatter.sizes
+
+
+def test_sizes_that_come_again_are_not_padded() -> None:
+    assert pool(2)(gather_as_it_is) == [(True, [1111], [777])] * 2
+
+
+def ever_other(rank: int) -> int:
+    world: Any = dist.group.WORLD
+    before = len(world._lane.programs._cache)
+    for size in range(5000, 5100):
+        dist.all_reduce(torch.ones(size, device="tpu"))
+    torch.tpu.synchronize()
+    return len(world._lane.programs._cache) - before
+
+
+def test_sizes_that_do_not_come_again_share_programs() -> None:
+    assert all(compiled <= 2 for compiled in pool(2)(ever_other))
+
+
+def mix_between_ranks(rank: int, verb: str, size: int) -> tuple[Attempt, list[float]]:
+    call = next(call for call in VERBS if call.__name__ == verb)
+    x = source(rank, size, torch.float32).to("tpu" if rank == 0 else "cpu")
+
+    def run() -> None:
+        call(x, rank, 2)
+        torch.tpu.synchronize()
+
+    result = attempt(run)
+    again = torch.ones(2, device="tpu")
+    dist.all_reduce(again)
+    return result, again.tolist()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("verb", ["all_reduce", "broadcast", "all_gather", "all_to_all_single"])
+def test_ranks_that_mix_devices_are_told_who_has_what(verb: str, size: int) -> None:
+    for result, again in pool(2)(mix_between_ranks, verb, size):
+        assert result.error == "MismatchError", result
+        assert f"rank 0 called {verb.removesuffix('_single')}" in result.text
+        assert "with tensors on 'tpu'" in result.text and "with tensors on 'cpu'" in result.text
+        assert again == [2.0, 2.0]
+
+
+def mix_in_one_call(rank: int) -> list[Attempt]:
+    host, device = torch.ones(4), torch.ones(4, device="tpu")
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_gather([host, device], device),
+        lambda: dist.all_gather_single(torch.empty(8), device),
+        lambda: dist.reduce_scatter_single(torch.empty(2, device="tpu"), host),
+        lambda: dist.all_to_all_single(host, device),
+    ]
+    return [attempt(call) for call in calls]
+
+
+def test_one_call_takes_tensors_of_one_device() -> None:
+    for attempts in pool(2)(mix_in_one_call):
+        for result in attempts:
+            assert result.error == "ValueError" and "cpu" in result.text and "tpu:0" in result.text
+
+
+def mixed_message(rank: int, size: int) -> list[float]:
+    x = torch.full((size,), 1.0 + rank, device="tpu" if rank == 0 else "cpu")
+    if rank == 0:
+        dist.send(x, 1)
+        dist.recv(x, 1)
+    else:
+        got = torch.zeros(size)
+        dist.recv(got, 0)
+        dist.send(x, 0)
+        x = got
+    return [x[0].item(), x[-1].item()]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_message_may_go_from_a_device_to_a_host(size: int) -> None:
+    assert pool(2)(mixed_message, size) == [[2.0, 2.0], [1.0, 1.0]]
 
 
 def mixed(rank: int) -> tuple[list[float], list[float], Any, list[Any]]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpu_dist.collectives.chunks import SMALLEST, chunks, ladder_size
+from tpu_dist.collectives.chunks import SMALLEST, ExactSizes, chunks, ladder_size
 
 LENGTHS = st.integers(0, 3_000_000)
 LARGEST = st.sampled_from([1024, 4096, 65536, 87_040, 262_144, 1 << 20, 4 << 20, 1 << 40])
@@ -55,3 +55,27 @@ def test_a_million_lengths_need_few_programs() -> None:
 @given(st.integers(SMALLEST + 1, 1 << 20))
 def test_rests_keep_the_alignment_of_what_follows_them(length: int) -> None:
     assert ladder_size(length, 1 << 20) % 64 == 0
+
+
+def test_a_size_is_exact_from_its_second_time_on() -> None:
+    rounded = ExactSizes().rounding("all_reduce float32")
+    assert [rounded(5001, 8192) for _ in range(3)] == [5120, 5001, 5001]
+    assert rounded(5002, 8192) == 5120
+
+
+def test_kinds_of_programs_are_counted_apart() -> None:
+    sizes = ExactSizes()
+    assert sizes.rounding("a")(5001, 8192) == sizes.rounding("b")(5001, 8192) == 5120
+
+
+def test_there_are_no_more_exact_sizes_than_the_limit() -> None:
+    rounded = ExactSizes(limit=3).rounding("all_reduce float32")
+    exact = {size for size in range(5000, 5010) for _ in range(3) if rounded(size, 8192) == size}
+    assert len(exact) == 3
+
+
+def test_sizes_that_never_come_again_are_forgotten() -> None:
+    sizes = ExactSizes(limit=2)
+    for size in range(5000, 5100):
+        sizes.admit(size)
+    assert len(sizes._seen) <= 2 * 16 + 1

@@ -80,7 +80,7 @@ def test_counts_and_dtypes_are_compared() -> None:
     with pytest.raises(ValueError, match=r"output of shape \(2, 3\) has 6 elements, 8 are needed"):
         validation.check_count("all_gather", torch.zeros(2, 3), "output", 8, "2 times the input's")
     with pytest.raises(ValueError, match="output is torch.int32, input is torch.float32"):
-        validation.check_same_dtype("all_gather", torch.zeros(1).int(), torch.zeros(1))
+        validation.check_same_kind("all_gather", torch.zeros(1).int(), torch.zeros(1))
 
 
 @pytest.mark.parametrize(
