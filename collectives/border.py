@@ -59,7 +59,7 @@ def to_array(tensor: torch.Tensor, device: Any) -> Array:
     On the CPU platform it shares a CPU tensor's memory.
     """
     if is_on_device(tensor):
-        from tpu_dist.runtime.operators.engine import read_view
+        from tpu_dist.runtime.operators.reading import read_view
 
         return read_view(tensor)
     return (_share if device.platform == "cpu" else _upload)(tensor, device)

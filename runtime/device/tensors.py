@@ -127,7 +127,7 @@ def fill_storage(tensor: torch.Tensor, box: Box) -> None:
         dtype = torch.uint8
     elements = box.nbytes // dtype.itemsize
     if box.nbytes > _LARGE:  # made there, not sent there
-        from tpu_dist.runtime.operators.engine import zeros
+        from tpu_dist.runtime.operators.reading import zeros
 
         box.put(zeros(elements, array_dtype(dtype)), dtype)
     else:

@@ -69,7 +69,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         flat = from_array(array, box.dtype).view(-1)
     else:
         stride = torch.empty(size, device="meta").stride()
-        from tpu_dist.runtime.operators.engine import read_view
+        from tpu_dist.runtime.operators.reading import read_view
 
         flat = from_array(read_view(tensor), tensor.dtype).reshape(-1)
     checks.raise_pending()

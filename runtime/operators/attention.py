@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from jax import numpy as jnp
 
-from tpu_dist.runtime.operators.engine import Operator
+from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import Lowering
+from tpu_dist.runtime.operators.operator import Operator
 
 Array = Any
 Tensor = torch.Tensor
@@ -118,7 +119,7 @@ _backward = torch.ops.tpu_dist.attention_backward.default
 def _enter(overload: Any, function: Callable[..., Any]) -> None:
     name = overload._schema.name.split("::")[1]
     lowering = Lowering(name=name, function=function, multiplies=True, has_meta=False)
-    _library.impl(name, Operator(overload, overload, lowering).functional(), "PrivateUse1")
+    _library.impl(name, functional_kernel(Operator(overload, lowering)), "PrivateUse1")
 
 
 _enter(_forward, _attend)

@@ -15,9 +15,12 @@ from tpu_dist.runtime.device.tensors import is_on_device, new_empty
 from tpu_dist.runtime.device.transfer import laid_out, to_device, to_host, to_numpy
 from tpu_dist.runtime.operators import pointwise_unary  # noqa: F401  conjugation is entered there
 from tpu_dist.runtime.operators.creation import check_device
-from tpu_dist.runtime.operators.engine import Operator, read_view
+from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import LOWERINGS, lower
+from tpu_dist.runtime.operators.operator import Operator
 from tpu_dist.runtime.operators.programs import is_tracing
+from tpu_dist.runtime.operators.reading import read_view
+from tpu_dist.runtime.operators.writing_kernels import writing_kernel
 
 Tensor = torch.Tensor
 Array = Any
@@ -26,13 +29,15 @@ _aten = torch.ops.aten
 
 @lower("copy", "_to_copy", "clone")
 def _copied(self: Array, src: Array = None) -> Array:
-    """The elements of `src`; the engine casts, broadcasts and lays them out."""
+    """The elements of `src`; kernels cast, broadcast and lay them out."""
     return self if src is None else src
 
 
-_copy_in_place = Operator(_aten.copy_.default, _aten.copy.default, LOWERINGS["copy"]).writing()
-_cast = Operator(_aten._to_copy.default, _aten._to_copy.default, LOWERINGS["_to_copy"]).functional()
-_clone = Operator(_aten.clone.default, _aten.clone.default, LOWERINGS["clone"]).functional()
+_copy_in_place = writing_kernel(
+    Operator(_aten.copy_.default, LOWERINGS["copy"], _aten.copy.default)
+)
+_cast = functional_kernel(Operator(_aten._to_copy.default, LOWERINGS["_to_copy"]))
+_clone = functional_kernel(Operator(_aten.clone.default, LOWERINGS["clone"]))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -206,7 +211,7 @@ def equal(self: Tensor, other: Tensor) -> bool:
 
 
 _conj = _aten._conj_physical.default
-_conjugate = Operator(_conj, _conj, LOWERINGS["_conj_physical"]).functional()
+_conjugate = functional_kernel(Operator(_conj, LOWERINGS["_conj_physical"]))
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
     "copy_": copy_,

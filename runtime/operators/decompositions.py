@@ -49,7 +49,7 @@ def decomposed(op: Any) -> Lowering | None:
 
         def to_array(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                from tpu_dist.runtime.operators.engine import read_view
+                from tpu_dist.runtime.operators.reading import read_view
 
                 if value.device.type == "cpu":
                     return jnp.asarray(value.numpy())

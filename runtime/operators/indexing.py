@@ -15,9 +15,17 @@ from jax import numpy as jnp
 
 from tpu_dist.runtime.device.tensors import is_on_device
 from tpu_dist.runtime.device.transfer import to_host
-from tpu_dist.runtime.operators.engine import Operator, program_cache, read_view
+from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import LOWERINGS, lower
-from tpu_dist.runtime.operators.programs import NotLowered, compile_program, is_tracing
+from tpu_dist.runtime.operators.operator import Operator
+from tpu_dist.runtime.operators.programs import (
+    NotLowered,
+    compile_program,
+    is_tracing,
+    program_cache,
+)
+from tpu_dist.runtime.operators.reading import read_view
+from tpu_dist.runtime.operators.writing_kernels import writing_kernel
 
 Array = Any
 Tensor = torch.Tensor
@@ -110,10 +118,12 @@ def _index_put(
     return (place.add if accumulate else place.set)(values, mode="drop"), flag
 
 
-_get = Operator(_aten.index.Tensor, _aten.index.Tensor, LOWERINGS["index.Tensor"]).functional()
+_get = functional_kernel(Operator(_aten.index.Tensor, LOWERINGS["index.Tensor"]))
 _put_lowering = LOWERINGS["index_put"]
-_put = Operator(_aten.index_put.default, _aten.index_put.default, _put_lowering).functional()
-_put_in_place = Operator(_aten.index_put_.default, _aten.index_put.default, _put_lowering).writing()
+_put = functional_kernel(Operator(_aten.index_put.default, _put_lowering))
+_put_in_place = writing_kernel(
+    Operator(_aten.index_put_.default, _put_lowering, _aten.index_put.default)
+)
 
 
 def _resolved(self: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from tpu_dist.runtime.operators.decompositions import decomposed
-from tpu_dist.runtime.operators.engine import Operator
 from tpu_dist.runtime.operators.fallback import fall_back
+from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import LOWERINGS, Lowering
+from tpu_dist.runtime.operators.operator import Operator
+from tpu_dist.runtime.operators.writing_kernels import writing_kernel
 
 KEY = "PrivateUse1"
 
@@ -105,12 +107,12 @@ def _kernels(lowering: Lowering) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The kernels of an operator and of its variants."""
     natural = overload_of(lowering.name)
     if natural._schema.is_mutable:
-        yield lowering.name, Operator(natural, natural, lowering).writing()
+        yield lowering.name, writing_kernel(Operator(natural, lowering))
         return
-    yield lowering.name, Operator(natural, natural, lowering).functional()
+    yield lowering.name, functional_kernel(Operator(natural, lowering))
     for variant in _variants(natural):
         name = str(variant).removeprefix("aten.").removesuffix(".default")
-        yield name, Operator(variant, natural, lowering).writing()
+        yield name, writing_kernel(Operator(variant, lowering, natural))
 
 
 def _variants(natural: Any) -> Iterator[Any]:
@@ -163,13 +165,13 @@ def _decomposed_kernel(op: Any) -> Callable[..., Any] | None:
     """A kernel from torch's decomposition of `op`, or of the operator whose variant it is."""
     if not op._schema.is_mutable:
         lowering = decomposed(op)
-        return None if lowering is None else Operator(op, op, lowering).functional()
+        return None if lowering is None else functional_kernel(Operator(op, lowering))
     natural = _natural_of(op)
     if natural is None:
         return None
     lowering = LOWERINGS.get(str(natural).removeprefix("aten.").removesuffix(".default"))
     lowering = lowering or decomposed(natural)
-    return None if lowering is None else Operator(op, natural, lowering).writing()
+    return None if lowering is None else writing_kernel(Operator(op, lowering, natural))
 
 
 def _natural_of(op: Any) -> Any:

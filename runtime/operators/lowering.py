@@ -3,8 +3,8 @@
 A lowering is pure and traced: tensors arrive as arrays of their own shape, numbers of ATen's type
 Scalar as 0-d arrays, all else as it is. (numpy's `kind` of bfloat16 is "V": ask for "iub", not
 "f".) One function serves the functional operator, its in-place
-and out= variants, foreach's lists, and whole traced graphs: what differs between those, the engine
-does.
+and out= variants, foreach's lists, and whole traced graphs: what differs between those, kernels
+do.
 """
 
 from __future__ import annotations

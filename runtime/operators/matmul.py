@@ -15,7 +15,7 @@ _NARROW = ("float16", "bfloat16")
 
 
 def product(a: Array, b: Array) -> Array:
-    """A @ b; float32 where they are narrower, for the engine to round."""
+    """A @ b; float32 where they are narrower, for the kernel to round."""
     if a.dtype.name in _NARROW:
         return jnp.matmul(a, b, preferred_element_type=jnp.float32)
     return jnp.matmul(a, b)

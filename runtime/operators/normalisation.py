@@ -9,8 +9,9 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from tpu_dist.runtime.operators.engine import Operator
+from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import LOWERINGS, lower
+from tpu_dist.runtime.operators.operator import Operator
 
 Array = Any  # None where torch passes none
 Tensor = torch.Tensor
@@ -175,7 +176,7 @@ def _batch_norm_backward(
 _functional = torch.ops.aten._native_batch_norm_legit_functional.default
 _no_stats = torch.ops.aten._native_batch_norm_legit.no_stats
 _lowering = LOWERINGS["_native_batch_norm_legit_functional"]
-_run_batch_norm = Operator(_functional, _functional, _lowering).functional()
+_run_batch_norm = functional_kernel(Operator(_functional, _lowering))
 
 
 @lower("_native_batch_norm_legit.no_stats", traced=("momentum",))
@@ -188,9 +189,9 @@ def _batch_norm_alone(
     return y, mean, rstd
 
 
-_run_batch_norm_alone = Operator(
-    _no_stats, _no_stats, LOWERINGS["_native_batch_norm_legit.no_stats"]
-).functional()
+_run_batch_norm_alone = functional_kernel(
+    Operator(_no_stats, LOWERINGS["_native_batch_norm_legit.no_stats"])
+)
 
 
 def native_batch_norm(

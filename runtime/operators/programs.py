@@ -16,12 +16,29 @@ import numpy as np
 import torch
 
 from tpu_dist.runtime.device.modes import matmul_precision
-from tpu_dist.runtime.device.place import place
+from tpu_dist.runtime.device.place import on_forget, place
 from tpu_dist.runtime.operators.counters import COUNTERS
 
 Array = Any
 
 _logger = logging.getLogger(__name__)
+
+
+_caches: list[dict[Any, Any]] = []
+
+
+def program_cache() -> dict[Any, Any]:
+    """A dictionary for what is of no use on another device; emptied when the device goes."""
+    cache: dict[Any, Any] = {}
+    _caches.append(cache)
+    return cache
+
+
+@on_forget
+def empty_caches() -> None:
+    """Forget all programs."""
+    for cache in _caches:
+        cache.clear()
 
 
 class NotLowered(NotImplementedError):

@@ -197,7 +197,7 @@ def child(start: int, stop: int, only: list[str], dtypes: list[str], limit: int)
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-    from tpu_dist.runtime.operators.engine import _empty_caches
+    from tpu_dist.runtime.operators.programs import empty_caches
 
     torch.zeros(1, device="tpu")
     for place in range(start, min(stop, len(op_db))):
@@ -216,7 +216,7 @@ def child(start: int, stop: int, only: list[str], dtypes: list[str], limit: int)
             seconds = round(time.perf_counter() - began, 2)
             row = {"at": place, "op": info.formatted_name, "dtype": dtype_name, "seconds": seconds}
             print(json.dumps(row | found), flush=True)
-            _empty_caches()
+            empty_caches()
             import jax
 
             jax.clear_caches()
