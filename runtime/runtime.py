@@ -31,6 +31,7 @@ from tpu_dist.runtime.coordinator import (
     CoordinatorProcess,
 )
 from tpu_dist.runtime.environment import RuntimeConfig
+from tpu_dist.runtime.forks import client_started, refuse_forked_child
 from tpu_dist.runtime.host_memory import keep_freed_memory
 from tpu_dist.runtime.transport_sockets import listening_ports
 from tpu_dist.topology.errors import BringUpError
@@ -106,7 +107,7 @@ def start_runtime(
     """
     global _current
     deadline = time.monotonic() + timeout.total_seconds()
-    _refuse_forked_child()
+    refuse_forked_child()
     old = _current
     if old is not None:
         usable = old.healthy and (old.rank, old.world_size) == (rank, world_size)
@@ -180,6 +181,7 @@ def _start(
         connection=connection,
         transport_ports=listening_ports() - older_ports - {channel.address[1]},
     )
+    client_started()
     atexit.register(runtime.close_at_exit)
     _logger.info("rank %d of %d on %s", rank, world_size, devices[rank])
     return runtime
@@ -239,16 +241,6 @@ def _devices_of_users_jax(platform: str, rank: int, world_size: int) -> tuple[An
         f"(tensors on 'tpu', jax.devices(), jnp arrays at import time ...), or give each rank its "
         f"own jax.distributed.initialize."
     )
-
-
-def _refuse_forked_child() -> None:
-    if _current is not None and _current.process_id != os.getpid():
-        raise BringUpError(
-            f"this process was forked from process {_current.process_id} after that one had "
-            f"started its PJRT client; a client cannot be used or started again in a forked "
-            f"child. Use the start method 'spawn' (mp.spawn, tpu-launch, torchrun), or fork before "
-            f"init_process_group."
-        )
 
 
 def _refuse_other_platform(old: Runtime, config: RuntimeConfig) -> None:

@@ -28,7 +28,6 @@ from tpu_dist.runtime.device.modes import (
     precision,
     set_eager_mode,
 )
-from tpu_dist.runtime.device.place import is_forked_child
 from tpu_dist.runtime.device.properties import (
     check_index,
     current_device,
@@ -53,6 +52,7 @@ from tpu_dist.runtime.device.streams import (
     stream,
     synchronize,
 )
+from tpu_dist.runtime.forks import is_forked_child
 
 __all__ = [
     "EagerMode",

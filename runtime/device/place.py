@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,6 +20,7 @@ from tpu_dist.runtime.client import (
     prepare_tpu,
 )
 from tpu_dist.runtime.environment import RuntimeConfig, read_environment
+from tpu_dist.runtime.forks import client_started, refuse_forked_child
 from tpu_dist.topology.errors import BringUpError
 
 Array = Any
@@ -87,7 +89,6 @@ _WIDE: Mapping[type, type] = {
 # One a process, as the PJRT client is.
 _place: Place | None = None
 _forgetters: list[Callable[[], None]] = []
-_started_in: list[int] = []  # processes, by id: this one, or those that it was forked from
 
 
 def place() -> Place:
@@ -97,11 +98,6 @@ def place() -> Place:
         BringUpError: no client can be had here; says why.
     """
     return _place if _place is not None else _take_place()
-
-
-def is_forked_child() -> bool:
-    """Whether this process was forked from one that had started the device: it cannot use it."""
-    return bool(_started_in) and _started_in[-1] != os.getpid()
 
 
 def is_started() -> bool:
@@ -125,12 +121,7 @@ def forget_place() -> None:
 
 def _take_place() -> Place:
     global _place
-    if is_forked_child():
-        raise BringUpError(
-            "this process was forked from one that had started its PJRT client, and a client "
-            "cannot be used in a forked child. Use the start method 'spawn' (mp.spawn, or for a "
-            "DataLoader multiprocessing_context='spawn'), or keep 'tpu' out of the child."
-        )
+    refuse_forked_child()
     current = runtime.current_runtime()
     if current is None:
         platform, device = _world_of_one(read_environment())
@@ -138,10 +129,14 @@ def _take_place() -> Place:
         platform, device = current.platform, current.device
         current.at_close.append(forget_place)
     _place = Place(device, platform)
-    _started_in.append(os.getpid())
-    if len(_started_in) == 1:
-        os.register_at_fork(after_in_child=forget_place)
+    client_started()
+    _forget_in_children()
     return _place
+
+
+@functools.cache  # once a process, and for those that it forks
+def _forget_in_children() -> None:
+    os.register_at_fork(after_in_child=forget_place)
 
 
 def _world_of_one(config: RuntimeConfig) -> tuple[str, Any]:
