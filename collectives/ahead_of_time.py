@@ -20,7 +20,8 @@ from tpu_dist.topology.mesh_layout import MeshLayout
 from tpu_dist.topology.rank_map import Numbers
 from tpu_dist.topology.system import System
 
-ITEM_BYTES = 4  # payloads are float32
+DTYPE = "float32"  # of payloads
+ITEM_BYTES = 4
 
 # What must be set before libtpu is loaded: it would ask for a TPU VM's metadata, and take a lock.
 COMPILER_ENVIRONMENT = {
@@ -88,7 +89,7 @@ class Compiler:
         local = count // members if form.verb == "all_gather" else count
         spec = PartitionSpec(("groups", *names))
         payload = jax.ShapeDtypeStruct(
-            (local * devices.size,), jax.numpy.float32, sharding=NamedSharding(mesh, spec)
+            (local * devices.size,), DTYPE, sharding=NamedSharding(mesh, spec)
         )
         function: Callable[[Any], Any] = jax.shard_map(
             form.function(names), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False

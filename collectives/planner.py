@@ -1,7 +1,8 @@
 """What a mesh's collectives will do on a slice: each is compiled for it, read and estimated.
 
 As a program (``python -m tpu_dist.collectives.planner``) it takes a plan on stdin and answers each
-case that it is asked for with a line of JSON. The compiler may end it: start another then.
+case that it is asked for with a line of JSON. The compiler may end it: start another then. What was
+compiled once, with the same versions, flags and code, is answered from a cache on disk.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any, TextIO
 
 from tpu_dist.collectives.ahead_of_time import (
     COMPILER_ENVIRONMENT,
+    DTYPE,
     Compiler,
     naive_places,
     tuned_places,
 )
 from tpu_dist.collectives.compiled_program import read_program
 from tpu_dist.collectives.ici_model import estimate, ideal_seconds
+from tpu_dist.collectives.plan_cache import PlanCache
 from tpu_dist.collectives.tuned_forms import NAIVE, TUNED, TunedForm, naive_form, tuned_forms
+from tpu_dist.runtime.environment import cache_directory
 from tpu_dist.topology.errors import TpuDistError
 from tpu_dist.topology.mesh_layout import MeshLayout
 from tpu_dist.topology.mesh_search import lay_out_mesh
@@ -70,23 +74,55 @@ class Row:
 class Planner:
     """Plans the collectives of one mesh on one system."""
 
-    def __init__(self, system: System, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-        """Lay the mesh out and describe the system to the compiler.
+    def __init__(
+        self,
+        system: System,
+        names: tuple[str, ...],
+        sizes: tuple[int, ...],
+        *,
+        cache: PlanCache | None = None,
+    ) -> None:
+        """Lay the mesh out, and describe the system to the compiler unless that is known to go.
 
         Raises:
             TopologyError: the mesh does not fit.
             UnsupportedError: the system cannot be compiled for.
         """
         self._layout: MeshLayout = lay_out_mesh(system, sizes, names=names)
-        self._compiler = Compiler(system)
+        self._cache = cache
+        self._compiler: Compiler | None = None
+        described = {"described": str(system)}
+        if cache is None or cache.get(described) is None:
+            self._compiler = Compiler(system)
+            if cache is not None:
+                cache.put(described, True)
 
     @property
     def layout(self) -> MeshLayout:
         """Where the mesh's axes are laid."""
         return self._layout
 
-    def row(self, axis: int, verb: str, form: str, num_bytes: int) -> Row:
-        """Compile one collective and return what it does. Blocking, for seconds."""
+    def row(self, axis: int, verb: str, form: str, num_bytes: int) -> tuple[Row, bool]:
+        """Return what one collective does, and whether that was known. Blocking, for seconds."""
+        if self._cache is None:
+            return self._compiled_row(axis, verb, form, num_bytes), False
+        asked = {
+            "topology": str(self._layout.system),
+            "mesh": self._layout.shape,
+            "axis": axis,
+            "verb": verb,
+            "form": form,
+            "dtype": DTYPE,
+            "bytes": num_bytes,
+        }
+        known = self._cache.get(asked)
+        if known is not None:
+            return Row(**{**known, "axis": self._layout.axes[axis].name}), True
+        row = self._compiled_row(axis, verb, form, num_bytes)
+        self._cache.put(asked, row.as_json())
+        return row, False
+
+    def _compiled_row(self, axis: int, verb: str, form: str, num_bytes: int) -> Row:
         layout = self._layout
         group = layout.axes[axis].group
         if form == NAIVE:
@@ -111,6 +147,8 @@ class Planner:
         self, axis: int, form: str, candidate: TunedForm, places: Numbers, num_bytes: int
     ) -> Row:
         layout = self._layout
+        if self._compiler is None:
+            self._compiler = Compiler(layout.system)
         program = self._compiler.compile(candidate, places, num_bytes)
         found = estimate(layout.system, places.reshape(-1), read_program(program.text))
         ideal = ideal_seconds(layout.axes[axis].group, candidate.verb, program.num_bytes)
@@ -129,36 +167,45 @@ class Planner:
         )
 
 
-def answer(plan: Mapping[str, Any], cases: Iterator[str]) -> Iterator[str]:
-    """Yield a line of JSON for the plan, then one for each case: a row, or why there is none.
+def answer(
+    plan: Mapping[str, Any], cases: Iterator[str], cache: PlanCache | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield an answer to the plan, then one to each case: ``row`` or ``failed``, and ``notes``.
 
     Args:
         plan: ``{"topology", "mesh": {name: size}}``.
         cases: each ``{"axis": index, "verb", "form", "bytes"}`` as JSON.
+        cache: of results; None to compile everything.
     """
+
+    def notes() -> list[str]:
+        return [] if cache is None else cache.take_notes()
+
     try:
         mesh = plan["mesh"]
-        planner = Planner(System.parse(plan["topology"]), tuple(mesh), tuple(mesh.values()))
+        system = System.parse(plan["topology"])
+        planner = Planner(system, tuple(mesh), tuple(mesh.values()), cache=cache)
     except (TpuDistError, ValueError) as error:
-        yield json.dumps({"error": str(error)})
+        yield {"error": str(error)}
         return
-    yield json.dumps({"axes": [str(axis) for axis in planner.layout.axes]})
+    yield {"axes": [str(axis) for axis in planner.layout.axes], "notes": notes()}
     for line in cases:
         case = json.loads(line)
         try:
-            row = planner.row(case["axis"], case["verb"], case["form"], case["bytes"])
+            row, known = planner.row(case["axis"], case["verb"], case["form"], case["bytes"])
         except Exception as error:  # the edge to libtpu: a compile fails with errors of any kind
             text = str(error).strip().splitlines() or [type(error).__name__]
-            yield json.dumps({"failed": text[0][:300]})
+            yield {"failed": text[0][:300], "notes": notes()}
         else:
-            yield json.dumps(row.as_json())
+            yield {"row": row.as_json(), "known": known, "notes": notes()}
 
 
-def main(source: TextIO, sink: TextIO) -> None:
+def main(source: TextIO, sink: TextIO, environ: Mapping[str, str]) -> None:
     """Answer a plan, a line for a line."""
     plan = json.loads(source.readline())
-    for line in answer(plan, iter(source.readline, "")):
-        print(line, file=sink, flush=True)
+    cache = PlanCache(cache_directory(environ), environ) if plan.get("cache", True) else None
+    for each in answer(plan, iter(source.readline, ""), cache):
+        print(json.dumps(each), file=sink, flush=True)
 
 
 if __name__ == "__main__":
@@ -167,6 +214,6 @@ if __name__ == "__main__":
     # libtpu writes on stdout and stderr what it likes: answers go where only we write.
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    main(sys.stdin, _answers)
+    main(sys.stdin, _answers, os.environ)
 
 __all__ = ["NAIVE", "TUNED", "Planner", "Row", "answer"]

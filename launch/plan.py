@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpu_dist.launch.console import say
 from tpu_dist.launch.errors import LaunchError
 from tpu_dist.launch.mesh_option import MeshOption, parse_mesh
 from tpu_dist.launch.planner_process import PlannerProcess
@@ -32,6 +33,7 @@ class PlanConfig:
         payloads: bytes.
         json_file: where to write the rows.
         plot: where to write a PNG.
+        cache: whether results of earlier runs may be used, and are kept for later ones.
     """
 
     topology: str
@@ -39,9 +41,10 @@ class PlanConfig:
     payloads: tuple[int, ...] = (64 << 20,)
     json_file: Path | None = None
     plot: Path | None = None
+    cache: bool = True
 
 
-def build_plan_config(options: Mapping[str, str]) -> PlanConfig:
+def build_plan_config(options: Mapping[str, str], *, cache: bool = True) -> PlanConfig:
     """Build the config from the options' texts.
 
     Raises:
@@ -56,6 +59,7 @@ def build_plan_config(options: Mapping[str, str]) -> PlanConfig:
         payloads=tuple(parse_bytes(part) for part in options.get("payload", "64MiB").split(",")),
         json_file=None if rows is None else Path(rows),
         plot=None if plot is None else Path(plot),
+        cache=cache,
     )
 
 
@@ -89,11 +93,13 @@ def run_plan(config: PlanConfig) -> int:
     mesh = config.mesh or MeshOption(names=(WHOLE,), sizes=(system.num_devices,))
     lay_out_mesh(system, mesh.sizes, names=mesh.names)  # refuses what does not fit, at once
     start = time.monotonic()
-    with PlannerProcess(str(system), dict(zip(mesh.names, mesh.sizes, strict=True))) as planner:
-        axes = planner.axes
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    with PlannerProcess(str(system), sizes, cache=config.cache) as planner:
         rows = list(_with_progress(planner, _cases(mesh, config.payloads), mesh))
-    show_rows(system, axes, rows)
-    show_summary(rows, seconds=time.monotonic() - start)
+    show_rows(system, planner.axes, rows)
+    show_summary(rows, seconds=time.monotonic() - start, num_known=planner.num_known)
+    for note in planner.notes:
+        say(f"warning: {note}")
     document = {"topology": str(system), "devices": system.num_devices, "rows": _sound(rows)}
     if config.json_file is not None:
         _write(config.json_file, json.dumps(document, indent=1) + "\n")

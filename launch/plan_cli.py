@@ -58,10 +58,15 @@ def _plan(
         str | None,
         typer.Option(metavar="FILE.png", help="Draw efficiencies there; needs matplotlib."),
     ] = None,
+    no_cache: Annotated[
+        bool,
+        typer.Option("--no-cache", help="Compile everything, and keep no results for later."),
+    ] = False,
 ) -> PlanConfig:
     """Compile a mesh's collectives for a slice, here and without a TPU, and say what they will do.
 
     Needs libtpu's compiler: pip install 'tpu-dist[tpu]'.
     """
     given = {"topology": topology, "mesh": mesh, "payload": payload, "json": json, "plot": plot}
-    return build_plan_config({name: text for name, text in given.items() if text is not None})
+    texts = {name: text for name, text in given.items() if text is not None}
+    return build_plan_config(texts, cache=not no_cache)

@@ -53,11 +53,12 @@ def show_rows(system: System, axes: Sequence[str], rows: Sequence[Row]) -> None:
             console.print(f"failed: {case}: {row['failed']}", soft_wrap=True, markup=False)
 
 
-def show_summary(rows: Sequence[Row], *, seconds: float) -> None:
+def show_summary(rows: Sequence[Row], *, seconds: float, num_known: int) -> None:
     """Print what the figures are."""
+    known = f", {num_known} of them known from earlier" if num_known else ""
     print(
-        f"{len(rows)} programs in {seconds:.0f} s. Times are modelled from the links that the "
-        f"compiled programs use; none was measured on a chip, and latency is not in them."
+        f"{len(rows)} programs in {seconds:.0f} s{known}. Times are modelled from the links that "
+        f"the compiled programs use; none was measured on a chip, and latency is not in them."
     )
 
 

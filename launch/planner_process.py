@@ -22,22 +22,36 @@ _TAIL = 400  # characters of what the compiler said last
 
 
 class PlannerProcess:
-    """Owns the planner's process and the thread that reads its answers; use as a context."""
+    """Owns the planner's process and the thread that reads its answers; use as a context.
+
+    Attributes:
+        axes: how each axis of the mesh is laid out, in words.
+        num_known: rows that were answered from the cache.
+        notes: what is wrong with the cache.
+    """
 
     def __init__(
-        self, topology: str, mesh: Mapping[str, int], *, deadline: timedelta = _DEADLINE
+        self,
+        topology: str,
+        mesh: Mapping[str, int],
+        *,
+        cache: bool = True,
+        deadline: timedelta = _DEADLINE,
     ) -> None:
         """Start the process.
 
         Args:
             topology: of one slice, as in ``tpu7x:4x4x4``.
             mesh: sizes by name, the outermost first.
+            cache: whether results may come from the cache, and are kept there.
             deadline: for one answer.
 
         Raises:
             LaunchError: the slice cannot be planned for.
         """
-        self._plan = {"topology": topology, "mesh": dict(mesh)}
+        self._plan = {"topology": topology, "mesh": dict(mesh), "cache": cache}
+        self.num_known = 0
+        self.notes: list[str] = []
         self._deadline = deadline
         self._start()
 
@@ -68,7 +82,12 @@ class PlannerProcess:
         if self._process.poll() is not None:
             self.close()
             self._start()
-        return self._ask(case)
+        answer = self._ask(case)
+        if "row" not in answer:
+            return {"failed": answer["failed"]}
+        self.num_known += bool(answer.get("known"))
+        row: dict[str, Any] = answer["row"]
+        return row
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -84,6 +103,7 @@ class PlannerProcess:
         if not line:
             return {"failed": self._ending()}
         answer: dict[str, Any] = json.loads(line)
+        self.notes += [note for note in answer.get("notes", ()) if note not in self.notes]
         return answer
 
     def _ending(self) -> str:

@@ -12,6 +12,8 @@
 ``LOCAL_WORLD_SIZE``        number of processes on this host (torchrun, tpu-launch)
 ``WORLD_SIZE``              number of processes (torchrun, tpu-launch)
 ``MASTER_ADDR``             host of the c10d store (torchrun, tpu-launch)
+``TPU_DIST_CACHE_DIR``      where results of compiles are kept; default: ``$XDG_CACHE_HOME/tpu_dist``
+``XDG_CACHE_HOME``          where a user's caches are; default: ``~/.cache``
 ``MALLOC_*``,               glibc's own: where the user has set its thresholds, they are left alone
 ``GLIBC_TUNABLES``
 ==========================  =====================================================================
@@ -23,6 +25,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 PLATFORMS = ("cpu", "tpu")
 _MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -83,6 +86,17 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RuntimeConfig:
 
 def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "0") not in ("", "0")
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where this user's caches are kept; it need not exist."""
+    own = environ.get("TPU_DIST_CACHE_DIR")
+    if own:
+        return Path(own)
+    home = Path(environ.get("XDG_CACHE_HOME") or "")  # relative ones are void, says its standard
+    if not home.is_absolute():
+        home = Path(environ.get("HOME") or "/tmp") / ".cache"
+    return home / "tpu_dist"
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -34,6 +34,11 @@ COLUMNS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_DIST_CACHE_DIR", str(tmp_path / "cache"))
+
+
 def efficiencies(topology: str, mesh: dict[str, int], verbs: dict[str, float]) -> None:
     """Compile the tuned form of each verb over each axis, and hold it to its least efficiency."""
     with PlannerProcess(topology, mesh) as planner:
@@ -72,3 +77,19 @@ def test_the_command_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert set(row) == COLUMNS
         assert row["axis"] == "all"
     assert "6 programs in" in capsys.readouterr().out
+
+
+def test_a_second_plan_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*options: str) -> tuple[object, str]:
+        path = tmp_path / "rows.json"
+        command = ["plan", "--topology", "v5e:2x2", "--mesh", "a=2,b=2", "--json", str(path)]
+        assert main([*command, *options]) == 0
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    first, _ = rows()
+    second, said = rows()
+    assert second == first  # with the times of the compiles that were made
+    assert "12 of them known from earlier" in said
+    (anew, said) = rows("--no-cache")
+    assert "known from earlier" not in said
+    assert anew != first  # in these times

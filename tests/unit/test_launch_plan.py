@@ -43,7 +43,9 @@ for line in sys.stdin:
         os.kill(os.getpid(), 8)
     if verb == "hang":
         time.sleep(60)
-    print(json.dumps({"verb": verb, "pid": os.getpid()}), flush=True)
+    row = {"verb": verb, "pid": os.getpid()}
+    answer = {"row": row, "known": verb == "known", "notes": ["a.json is damaged"]}
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -107,6 +109,15 @@ def test_a_compile_has_a_deadline() -> None:
         after = planner.row({"verb": "all_gather"})
     assert slow["failed"] == "no answer within 0:00:03"
     assert after["verb"] == "all_gather"
+
+
+@pytest.mark.usefixtures("other_planner")
+def test_what_the_cache_knew_is_counted_and_its_notes_are_kept_once() -> None:
+    with PlannerProcess("v6e:2x2", {"all": 4}) as planner:
+        rows = [planner.row({"verb": verb}) for verb in ("known", "other", "known")]
+    assert [row["verb"] for row in rows] == ["known", "other", "known"]
+    assert planner.num_known == 2
+    assert planner.notes == ["a.json is damaged"]
 
 
 def test_rows_are_shown_and_failures_named(capsys: pytest.CaptureFixture[str]) -> None:
