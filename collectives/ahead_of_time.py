@@ -52,7 +52,11 @@ class CompiledProgram:
 
 
 class Compiler:
-    """The ahead-of-time compiler for one system."""
+    """The ahead-of-time compiler for one system.
+
+    Attributes:
+        devices: libtpu's device for each device's number.
+    """
 
     def __init__(self, system: System) -> None:
         """Describe the system to libtpu.
@@ -67,7 +71,7 @@ class Compiler:
                 f"{system} cannot be compiled for yet: one slice, not twisted, can be."
             )
         self.system = system
-        self._devices = _describe(system)
+        self.devices = _describe(system)
 
     def compile(self, form: TunedForm, devices: Numbers, num_bytes: int) -> CompiledProgram:
         """Compile a form.
@@ -81,18 +85,16 @@ class Compiler:
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        sizes = tuple(digit.size for digit in form.digits)
-        names = tuple(f"axis{index}" for index in range(len(sizes)))
-        mesh = Mesh(self._devices[devices].reshape(-1, *sizes), ("groups", *names))
-        members = math.prod(sizes)
+        mesh = Mesh(self.devices[devices].reshape(-1, *form.sizes), ("groups", *form.names))
+        members = form.num_members
         count = num_elements(num_bytes, members)
         local = count // members if form.verb == "all_gather" else count
-        spec = PartitionSpec(("groups", *names))
+        spec = PartitionSpec(("groups", *form.names))
         payload = jax.ShapeDtypeStruct(
             (local * devices.size,), DTYPE, sharding=NamedSharding(mesh, spec)
         )
         function: Callable[[Any], Any] = jax.shard_map(
-            form.function(names), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+            form.function(), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
         start = time.perf_counter()
         compiled = (

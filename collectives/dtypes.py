@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -74,6 +74,28 @@ WIRE_TYPES: Mapping[torch.dtype, WireType] = {
 }
 
 NAMES_BY_CODE: Mapping[int, str] = {wire.code: wire.name for wire in WIRE_TYPES.values()}
+
+
+# What a dtype's bits may be summed as with zeros, to the bit, by its width in bytes.
+_SUMMABLE = {1: "uint8", 2: "int16", 4: "int32"}
+
+
+def moving_wire(wire: WireType, *, by_sums: bool = False) -> WireType:
+    """Return as what a dtype crosses that is only moved, on platforms where its width matters.
+
+    An array of bytes in another tiling is another array on a TPU: elements stay what they are.
+
+    Args:
+        wire: the dtype.
+        by_sums: whether a program adds zeros to it.
+    """
+    name = str(wire.carrier).removeprefix("torch.")
+    if by_sums:
+        summable = _SUMMABLE.get(wire.carrier.itemsize)
+        if summable is None:
+            return WIRE_TYPES[torch.uint8]
+        name = summable
+    return replace(wire, name=name, kind=WIRE_TYPES[getattr(torch, name)].kind, accumulate=None)
 
 
 def wire_type(dtype: torch.dtype) -> WireType:

@@ -60,7 +60,8 @@ class Engine:
         with self._lock:
             lane = self._lanes.get(key)
             if lane is None:
-                lane = self._lanes[key] = Lane(self.runtime, key, self._hooks)
+                lane = Lane(self.runtime, key, self._hooks, self.runtime.rank_map)
+                self._lanes[key] = lane
             return lane
 
     def submit(self, lane: Lane, task: Task, operations: Iterable[Operation]) -> None:

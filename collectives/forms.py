@@ -7,18 +7,19 @@ arrays of one size. Two families:
   belong to the rank k places further on and k places back. Nothing is sliced or concatenated
   inside the program, so pieces enter as views of the caller's tensors; fastest where the links
   are TCP connections.
-* absolute: XLA's own collective for the verb; operand and output k belong to rank k. What TPUs
-  have hardware for.
+* absolute: XLA's own collective for the verb, in the form of `tuned_forms.py` that the group's
+  place in the slice asks for; operand and output k belong to rank k. What TPUs have hardware for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpu_dist.collectives.dtypes import WireType
 from tpu_dist.collectives.reducers import Reducer, combine, finish
+from tpu_dist.collectives.tuned_forms import TunedForm
 
 Array = Any
 AXIS = "ranks"
@@ -31,6 +32,8 @@ class FormContext:
     Attributes:
         root: place of the root, for forms that have one.
         step: for forms that are one step of several.
+        tuned: for absolute forms: how XLA's collective is done.
+        order: for absolute forms: the rank at each place of the program's mesh.
     """
 
     num_ranks: int
@@ -38,6 +41,8 @@ class FormContext:
     reducer: Reducer | None = None
     root: int | None = None
     step: int = 0
+    tuned: TunedForm | None = None
+    order: tuple[int, ...] = ()
 
 
 Builder = Callable[[FormContext, Sequence[Array]], Sequence[Array]]
@@ -53,6 +58,8 @@ class Form:
         relative: how operands and outputs are numbered: see the top of this file. A relative form
             leaves out what a rank would send to itself, unless `own` is set.
         own: a relative form's operand 0 is what the rank keeps.
+        verb: of an absolute form: what it asks `tuning.py` for.
+        from_root: the one output is what the root has for this rank.
     """
 
     name: str
@@ -60,6 +67,8 @@ class Form:
     pieces: bool = False
     relative: bool = True
     own: bool = False
+    verb: str | None = None
+    from_root: bool = False
 
     def num_operands(self, num_ranks: int) -> int:
         """How many arrays the program takes."""
@@ -190,39 +199,62 @@ def _gather_and_reduce(context: FormContext, operands: Sequence[Array]) -> Seque
 # --- absolute forms
 
 
+def _tuned(context: FormContext, operand: Array) -> Array:
+    assert context.tuned is not None
+    form = context.tuned
+    if context.root is not None:
+        form = replace(form, root=context.order.index(context.root))
+    return form.function()(operand)
+
+
+def _by_place(context: FormContext, operands: Sequence[Array]) -> Array:
+    """One flat array of the ranks' pieces, each at its rank's place."""
+    import jax.numpy as jnp
+
+    return jnp.concatenate([operands[rank] for rank in context.order])
+
+
+def _by_rank(context: FormContext, gathered: Array) -> Sequence[Array]:
+    rows = gathered.reshape(context.num_ranks, -1)
+    return [rows[context.order.index(rank)] for rank in range(context.num_ranks)]
+
+
 def _native_all_reduce(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
     import jax.numpy as jnp
-    from jax import lax
 
     reducer = context.reducer
     assert reducer is not None and reducer.native is not None
-    total = getattr(lax, reducer.native)(operands[0], AXIS)
+    assert context.tuned is not None
+    context = replace(context, tuned=replace(context.tuned, reducer=reducer.native))
+    total = _tuned(context, operands[0])
     return [finish(reducer, context.wire, total, context.num_ranks, jnp)]
 
 
 def _native_all_gather(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
-    from jax import lax
-
-    rows = lax.all_gather(operands[0], AXIS)
-    return [rows[rank] for rank in range(context.num_ranks)]
+    return _by_rank(context, _tuned(context, operands[0]))
 
 
 def _native_reduce_scatter(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
     import jax.numpy as jnp
-    from jax import lax
 
     reducer = context.reducer
     assert reducer is not None
-    total = lax.psum_scatter(jnp.concatenate(list(operands)), AXIS, tiled=True)
+    total = _tuned(context, _by_place(context, operands))
     return [finish(reducer, context.wire, total, context.num_ranks, jnp)]
 
 
 def _native_all_to_all(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
-    import jax.numpy as jnp
-    from jax import lax
+    return _by_rank(context, _tuned(context, _by_place(context, operands)))
 
-    rows = lax.all_to_all(jnp.stack(list(operands)), AXIS, 0, 0)
-    return [rows[rank] for rank in range(context.num_ranks)]
+
+def _masked_sum(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """broadcast: the sum of the root's array and zeros; of integers, so that all bits stay."""
+    return [_tuned(context, operands[0])]
+
+
+def _masked_scatter(context: FormContext, operands: Sequence[Array]) -> Sequence[Array]:
+    """scatter: a reduce_scatter of the root's pieces and zeros, likewise."""
+    return [_tuned(context, _by_place(context, operands))]
 
 
 FORMS: Mapping[str, Form] = {
@@ -237,14 +269,30 @@ FORMS: Mapping[str, Form] = {
         Form(name="scatter_and_gather", build=_scatter_and_gather, pieces=True, own=True),
         Form(name="doubling", build=_doubling),
         Form(name="gather_and_reduce", build=_gather_and_reduce),
-        Form(name="native_all_reduce", build=_native_all_reduce, relative=False),
-        Form(name="native_all_gather", build=_native_all_gather, relative=False),
+        Form(name="native_all_reduce", build=_native_all_reduce, relative=False, verb="all_reduce"),
+        Form(name="native_all_gather", build=_native_all_gather, relative=False, verb="all_gather"),
         Form(
             name="native_reduce_scatter",
             build=_native_reduce_scatter,
             pieces=True,
             relative=False,
+            verb="reduce_scatter",
         ),
-        Form(name="native_all_to_all", build=_native_all_to_all, pieces=True, relative=False),
+        Form(
+            name="native_all_to_all",
+            build=_native_all_to_all,
+            pieces=True,
+            relative=False,
+            verb="all_to_all",
+        ),
+        Form(name="masked_sum", build=_masked_sum, relative=False, verb="broadcast"),
+        Form(
+            name="masked_scatter",
+            build=_masked_scatter,
+            pieces=True,
+            relative=False,
+            verb="scatter",
+            from_root=True,
+        ),
     )
 }

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpu_dist.collectives.compiled_program import CompiledCollective
-from tpu_dist.topology.groups import CORE_AXIS, Digit, Group
+from tpu_dist.topology.groups import CORE_AXIS, Group
+from tpu_dist.topology.placement import group_of
 from tpu_dist.topology.rank_map import Numbers, coordinates
 from tpu_dist.topology.slice import Slice
 from tpu_dist.topology.system import System
@@ -103,28 +104,6 @@ def _links_used(slice_: Slice, places: Numbers, collective: CompiledCollective) 
     if group.spans_whole_axes:  # one ring through all of it
         return min(asked, 2) / share
     return min(asked / share, group.num_links)
-
-
-def group_of(slice_: Slice, places: Numbers) -> Group | None:
-    """Return the group that these devices are, or None if they are no regular block of one slice.
-
-    Args:
-        slice_: the slice.
-        places: (slice, x, y, z, core) of each device.
-    """
-    digits = []
-    volume = 1
-    for axis in range(CORE_AXIS + 1):
-        at = sorted(set(places[:, axis + 1].tolist()))
-        steps = {b - a for a, b in zip(at, at[1:], strict=False)}
-        if len(steps) > 1:
-            return None
-        volume *= len(at)
-        if len(at) > 1:
-            digits.append(Digit(axis=axis, size=len(at), stride=steps.pop()))
-    if volume != len(places) or len(set(places[:, 0].tolist())) > 1:
-        return None
-    return Group(slice=slice_, digits=tuple(digits))
 
 
 def _bandwidth(slice_: Slice) -> float:

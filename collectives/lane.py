@@ -44,6 +44,8 @@ from tpu_dist.topology.errors import (
     MismatchError,
     PeerLostError,
 )
+from tpu_dist.topology.placement import place_group
+from tpu_dist.topology.rank_map import RankMap
 
 _logger = logging.getLogger(__name__)
 
@@ -102,11 +104,13 @@ class Lane:
 
     Attributes:
         ranks: global ranks; the order is part of the lane's identity.
+        rank_map: where the job's ranks stand; None where that is nowhere, or unknown.
     """
 
     runtime: Runtime
     ranks: tuple[int, ...]
     hooks: LaneHooks
+    rank_map: RankMap | None = None
     programs: Programs = field(init=False)
     failure: CollectiveError | None = field(default=None, init=False)
     _queue: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue, init=False)
@@ -119,14 +123,29 @@ class Lane:
 
     def __post_init__(self) -> None:
         devices = [self.runtime.devices[rank] for rank in self.ranks]
-        self.programs = Programs(devices, self.runtime.device)
+        known = self.rank_map
+        placement = None if known is None else place_group(known, self.ranks)
+        self.programs = Programs(devices, self.runtime.device, placement)
+        if not self._has_programs:
+            _logger.warning(
+                "ranks %s are a part of %s, where a program must span the whole slice: what they "
+                "say to each other goes over the hosts' network, which is slow",
+                self.name,
+                self.rank_map and self.rank_map.system,
+            )
 
     # --- what operations ask (operations.Members)
 
     @property
-    def platform(self) -> str:
-        """The platform that programs run on."""
-        return self.runtime.platform
+    def table(self) -> str:
+        """The platform whose table of plans is used: a stand-in for a slice does as TPUs do."""
+        return self.runtime.platform if self.programs.placement is None else "tpu"
+
+    @property
+    def _has_programs(self) -> bool:
+        """Whether these ranks alone can run programs; else all payloads travel in envelopes."""
+        placement = self.programs.placement
+        return placement is None or placement.can_run_programs
 
     @property
     def device(self) -> Any:
@@ -300,7 +319,7 @@ class Lane:
         own_ports = json.dumps(sorted(self.runtime.transport_ports)).encode()
         ports = [port for block in self._all_gather(own_ports) for port in json.loads(block)]
         connections = self._connections = TransportConnections(frozenset(ports))
-        if self.platform == "cpu" and self.num_ranks <= _WARM_UP_RANKS:
+        if self.runtime.platform == "cpu" and self.num_ranks <= _WARM_UP_RANKS:
             self._warm_up()
         connections.complete()
         self._is_connected = True
@@ -314,7 +333,7 @@ class Lane:
             program([block] * (self.num_ranks - 1))
 
     def _execute(self, operation: Operation, job: _Job) -> None:
-        payload = operation.payload()
+        payload = operation.payload(always=not self._has_programs)
         envelopes = self._exchange_envelopes(operation.signature, payload)
         while any(envelope.group != envelopes[0].group for envelope in envelopes):
             self._give_way(job, choose_group(envelopes))

@@ -6,6 +6,7 @@ reduce, broadcast). An Exchange sends a piece to each rank and takes a piece fro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import torch
 
 from tpu_dist.collectives.border import carry, copy_out, flat, is_remote, raw, to_array
 from tpu_dist.collectives.chunks import Chunk, chunks, pieces
-from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, wire_type
+from tpu_dist.collectives.dtypes import WIRE_TYPES, WireType, moving_wire, wire_type
 from tpu_dist.collectives.envelope import INLINE_BYTES, Envelope, Signature
 from tpu_dist.collectives.forms import arrival_step, num_steps
 from tpu_dist.collectives.plans import Plan, choose_plan
@@ -34,8 +35,8 @@ class Members(Protocol):
     programs: Programs
 
     @property
-    def platform(self) -> str:
-        """Platform that programs run on."""
+    def table(self) -> str:
+        """Platform whose table of plans is used."""
 
     @property
     def device(self) -> Any:
@@ -55,11 +56,11 @@ class Operation(Protocol):
 
     signature: Signature
 
-    def payload(self) -> bytes | None:
-        """What this rank sends, if it is small; else None."""
+    def payload(self, *, always: bool = False) -> bytes | None:
+        """What this rank sends, if it is small, or if it must go so; else None."""
 
     def finish_inline(self, envelopes: Sequence[Envelope], members: Members) -> None:
-        """Take the result from the others' envelopes; called when everybody's payload was small."""
+        """Take the result from the others' envelopes; called when all payloads are in them."""
 
     def run(self, envelopes: Sequence[Envelope], members: Members) -> None:
         """Move the payload by programs; called when somebody's was not."""
@@ -94,12 +95,13 @@ class _Destination:
 def _chunks(
     signature: Signature, num_elements: int, plan: Plan, members: Members
 ) -> Iterator[Chunk]:
-    """Cut what each program moves; on the device not at all, since every cut is a copy there."""
+    """Cut what each program moves; on the device as little as can be: every cut is a copy there."""
     if signature.place != "tpu":
         return chunks(num_elements, plan.chunk_elements)
     assert signature.wire is not None
     rounded = members.programs.exact_sizes.rounding((plan.form.name, signature.wire.name))
-    return chunks(num_elements, max(1, num_elements), rounded)
+    largest = max(1, num_elements) if members.table == "cpu" else plan.chunk_elements
+    return chunks(num_elements, largest, rounded)
 
 
 def _cut(payload: torch.Tensor | None, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
@@ -151,9 +153,9 @@ class Whole:
         assert self.signature.wire is not None
         return self.signature.wire
 
-    def payload(self) -> bytes | None:
+    def payload(self, *, always: bool = False) -> bytes | None:
         """See Operation."""
-        if self._flat.nbytes > INLINE_BYTES or is_remote(self._flat):
+        if not always and (self._flat.nbytes > INLINE_BYTES or is_remote(self._flat)):
             return None
         return _as_bytes(self._flat)
 
@@ -177,11 +179,12 @@ class Whole:
         if reducer is None and members.num_ranks == 1:
             return
         if reducer is None:
-            verb, wire, payload = "broadcast", _BYTES, raw(self._flat)
+            verb, wire = "broadcast", _moving(self._wire, members, by_sums=True)
         else:
-            verb, wire, payload = "all_reduce", self._wire, carry(self._flat, self._wire)
+            verb, wire = "all_reduce", self._wire
+        payload = carry(self._flat, wire)
         plan = choose_plan(
-            members.platform,
+            members.table,
             verb,
             num_elements=payload.numel(),
             element_bytes=payload.element_size(),
@@ -194,12 +197,12 @@ class Whole:
             return
         destination = _Destination(self.tensor)
         target = destination.flat.view(payload.dtype)
-        if reducer is None:
+        if plan.form.name == "hop":
             self._pass_on(payload, target, plan, members)
         elif plan.form.pieces:
-            self._reduce_pieces(payload, target, plan, reducer, members)
+            self._run_in_pieces(payload, target, plan, members)
         else:
-            self._reduce_whole(payload, target, plan, reducer, members)
+            self._run_whole(payload, target, plan, wire, members)
         if self.keeps:
             destination.close()
 
@@ -216,7 +219,7 @@ class Whole:
         root, size = self.signature.root, members.num_ranks
         array = to_array(self._flat.view(shape), members.device)
         reducer = self.signature.reducer
-        is_hop = reducer is None
+        is_hop = plan.form.name == "hop"
         arrives = arrival_step((members.index - (root or 0)) % size) if is_hop else 0
         for step in range(num_steps(size) if is_hop else 1):
             program = members.programs.get(
@@ -224,7 +227,7 @@ class Whole:
                 size=self._flat.numel(),
                 wire=self._wire,
                 reducer=reducer,
-                root=root if is_hop else None,
+                root=root if reducer is None else None,
                 step=step,
                 shape=shape,
             )
@@ -255,31 +258,30 @@ class Whole:
             if self.keeps:
                 _store(target, chunk, held, members)
 
-    def _reduce_whole(
+    def _run_whole(
         self,
         payload: torch.Tensor,
         target: torch.Tensor,
         plan: Plan,
-        reducer: Reducer,
+        wire: WireType,
         members: Members,
     ) -> None:
+        """An all_reduce, or a broadcast, in one step; a reduce is one that the root keeps."""
+        reducer = self.signature.reducer
+        root = self.signature.root if reducer is None else None
         for chunk in _chunks(self.signature, payload.numel(), plan, members):
             program = members.programs.get(
-                plan.form, size=chunk.size, wire=self._wire, reducer=reducer
+                plan.form, size=chunk.size, wire=wire, reducer=reducer, root=root
             )
             (output,) = program([to_array(_cut(payload, chunk, payload.dtype), members.device)])
             if self.keeps:
                 _store(target, chunk, output, members)
 
-    def _reduce_pieces(
-        self,
-        payload: torch.Tensor,
-        target: torch.Tensor,
-        plan: Plan,
-        reducer: Reducer,
-        members: Members,
+    def _run_in_pieces(
+        self, payload: torch.Tensor, target: torch.Tensor, plan: Plan, members: Members
     ) -> None:
-        me, size = members.index, members.num_ranks
+        """An all_reduce of which each rank reduces a piece."""
+        me, size, reducer = members.index, members.num_ranks, self.signature.reducer
         for cut in pieces(payload.numel(), size, plan.chunk_elements):
             program = members.programs.get(
                 plan.form, size=cut[0].size, wire=self._wire, reducer=reducer
@@ -326,12 +328,13 @@ class Exchange:
         """Whether everybody is sent the same tensor."""
         return self.signature.verb in ("all_gather", "gather")
 
-    def payload(self) -> bytes | None:
+    def payload(self, *, always: bool = False) -> bytes | None:
         """See Operation."""
         own = [piece for piece in self._flats if piece is not None]
         if self._is_shared:
             own = own[:1]
-        if sum(piece.nbytes for piece in own) > INLINE_BYTES or any(map(is_remote, own)):
+        is_large = sum(piece.nbytes for piece in own) > INLINE_BYTES
+        if not always and (is_large or any(map(is_remote, own))):
             return None
         return b"".join(_as_bytes(piece) for piece in own)
 
@@ -362,7 +365,12 @@ class Exchange:
 
     def _move(self, largest: int, members: Members) -> None:
         me, size = members.index, members.num_ranks
-        seen = _as_it_is if self.signature.place == "tpu" else raw
+        assert self.signature.wire is not None
+        by_sums = self.signature.verb == "scatter"
+        wire, seen = self.signature.wire, _as_it_is
+        if self.signature.place != "tpu":  # else its bits are seen to in the program
+            wire = _moving(self.signature.wire, members, by_sums=by_sums)
+            seen = functools.partial(carry, wire=wire)
         sends = [None if piece is None else seen(piece) for piece in self._flats]
         destinations = [None if t is None else _Destination(t) for t in self.receives]
         targets = [None if d is None else seen(d.flat) for d in destinations]
@@ -370,7 +378,7 @@ class Exchange:
         if own_target is not None and own_source is not None and not _same(own_target, own_source):
             own_target.copy_(own_source)
         if size > 1:
-            self._move_between_ranks(largest, sends, targets, members)
+            self._move_between_ranks(largest, sends, targets, wire, members)
         for destination in destinations:
             if destination is not None:
                 destination.close()
@@ -380,33 +388,38 @@ class Exchange:
         largest: int,
         sends: Sequence[torch.Tensor | None],
         targets: Sequence[torch.Tensor | None],
+        wire: WireType,
         members: Members,
     ) -> None:
-        me, size = members.index, members.num_ranks
+        me, size, root = members.index, members.num_ranks, self.signature.root
         assert self.signature.wire is not None
         on_device = self.signature.place == "tpu"
-        wire = self.signature.wire if on_device else _BYTES
-        element_bytes = wire.carrier.itemsize
-        num_elements = largest * self.signature.wire.carrier.itemsize // element_bytes
+        item = wire.carrier.itemsize
+        num_elements = largest * self.signature.wire.carrier.itemsize // item
         plan = choose_plan(
-            members.platform,
+            members.table,
             self.signature.verb,
             num_elements=num_elements,
-            element_bytes=element_bytes,
+            element_bytes=item,
             num_ranks=size,
             wire=wire,
         )
         form = plan.form
-        dtype = getattr(torch, wire.name)
+        dtype = getattr(torch, wire.name) if on_device else wire.carrier
         order = [(me + k) % size for k in range(1, size)] if form.relative else list(range(size))
         backwards = [(me - k) % size for k in range(1, size)] if form.relative else order
+        if form.from_root:
+            assert root is not None
+            backwards = [root]
         sources = order if form.pieces else [_first_receiver(sends)]
+        # An all_gather serves a gather too: it knows no root.
+        rooted = root if form.verb != "all_gather" else None
         for chunk in _chunks(self.signature, num_elements, plan, members):
             program = members.programs.get(
                 form,
                 size=chunk.size,
                 wire=wire,
-                root=self.signature.root,
+                root=rooted,
                 shape=(chunk.size,) if on_device else None,
             )
             operands = [
@@ -426,7 +439,7 @@ class Exchange:
         destination = _Destination(self.result)
         target = destination.flat.view(wire.carrier)
         plan = choose_plan(
-            members.platform,
+            members.table,
             "reduce_scatter",
             num_elements=largest,
             element_bytes=target.element_size(),
@@ -443,6 +456,11 @@ class Exchange:
             (output,) = program(operands)
             _store(target, chunk, output, members)
         destination.close()
+
+
+def _moving(wire: WireType, members: Members, *, by_sums: bool) -> WireType:
+    """As what a payload crosses that is only moved: as bytes, all dtypes share their programs."""
+    return _BYTES if members.table == "cpu" else moving_wire(wire, by_sums=by_sums)
 
 
 def _first_receiver(sends: Sequence[torch.Tensor | None]) -> int:
@@ -493,7 +511,7 @@ class Barrier:
 
     signature: Signature
 
-    def payload(self) -> bytes | None:
+    def payload(self, *, always: bool = False) -> bytes | None:
         """See Operation."""
         return b""
 

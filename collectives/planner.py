@@ -24,13 +24,18 @@ from tpu_dist.collectives.ahead_of_time import (
 from tpu_dist.collectives.compiled_program import read_program
 from tpu_dist.collectives.ici_model import estimate, ideal_seconds
 from tpu_dist.collectives.plan_cache import PlanCache
-from tpu_dist.collectives.tuned_forms import NAIVE, TUNED, TunedForm, naive_form, tuned_forms
+from tpu_dist.collectives.tuned_forms import TunedForm, flat_form
+from tpu_dist.collectives.tuning import Case, tuned_forms
 from tpu_dist.runtime.environment import cache_directory
 from tpu_dist.topology.errors import TpuDistError
 from tpu_dist.topology.mesh_layout import MeshLayout
 from tpu_dist.topology.mesh_search import lay_out_mesh
-from tpu_dist.topology.rank_map import Numbers
+from tpu_dist.topology.placement import place_group
+from tpu_dist.topology.rank_map import Numbers, RankMap
 from tpu_dist.topology.system import System
+
+NAIVE = "naive"
+TUNED = "tuned"
 
 _GOOD_ENOUGH = 0.99  # of the ideal: no further candidate is compiled
 
@@ -124,13 +129,20 @@ class Planner:
 
     def _compiled_row(self, axis: int, verb: str, form: str, num_bytes: int) -> Row:
         layout = self._layout
-        group = layout.axes[axis].group
+        flat = flat_form(verb, layout.shape[axis])
         if form == NAIVE:
             places = naive_places(layout.system, layout.shape, axis)
-            candidates: tuple[TunedForm, ...] = (naive_form(verb, layout.shape[axis]),)
+            candidates: tuple[TunedForm, ...] = (flat,)
         else:
             places = tuned_places(layout, axis)
-            candidates = tuned_forms(verb, group)
+            row_major = RankMap.row_major(layout.system)
+            case = Case(
+                verb=verb,
+                placement=place_group(row_major, places[0].tolist()),
+                dtype=DTYPE,
+                num_bytes=num_bytes,
+            )
+            candidates = (*tuned_forms(case), flat)
         best: Row | None = None
         seconds = 0.0
         for candidate in candidates:
@@ -215,5 +227,3 @@ if __name__ == "__main__":
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     main(sys.stdin, _answers, os.environ)
-
-__all__ = ["NAIVE", "TUNED", "Planner", "Row", "answer"]

@@ -29,6 +29,7 @@ class Rule:
         power_of_two: only groups of 2**k ranks.
         native: the jax.lax collectives that the form knows; empty: it takes any operation. Only
             dtypes that are not accumulated in a wider one are left to them.
+        narrow: but for these.
     """
 
     form: str
@@ -38,6 +39,7 @@ class Rule:
     commutes: bool = False
     power_of_two: bool = False
     native: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
 
     def fits(self, num_bytes: int, num_ranks: int, wire: WireType, reducer: Reducer | None) -> bool:
         """Whether this rule may be taken; the same on every rank."""
@@ -51,7 +53,8 @@ class Rule:
             return False
         if not self.native or reducer is None:
             return True
-        plain = wire.accumulate is None and wire.kind in (Kind.FLOAT, Kind.INTEGER)
+        is_wide = wire.accumulate is None or wire.name in self.narrow
+        plain = is_wide and wire.kind in (Kind.FLOAT, Kind.INTEGER)
         return plain and reducer.native in self.native
 
 
@@ -73,24 +76,30 @@ _CPU: Mapping[str, Sequence[Rule]] = {
     "broadcast": (Rule(form="hop", chunk_bytes=4 * MIB),),
 }
 
-# XLA's own collective wherever it has one, the whole payload at once.
+# XLA's own collective wherever it has one, the whole payload at once: its tuned form, where it is
+# known how the group stands (tuning.py). Sums of these two are kept in their own dtype from chip to
+# chip, as between GPUs: twice the bytes else.
+_NARROW = ("bfloat16", "float16")
 _WHOLE = 1 << 40
+_SOME = 256 * MIB  # where all ranks take in what one of them wants, or keep what all have sent
 _TPU: Mapping[str, Sequence[Rule]] = {
     "all_reduce": (
-        Rule(form="native_all_reduce", chunk_bytes=_WHOLE, native=_ANY),
-        Rule(form="gather_and_reduce", chunk_bytes=_WHOLE),
+        Rule(form="native_all_reduce", chunk_bytes=_WHOLE, native=_ANY, narrow=_NARROW),
+        Rule(form="gather_and_reduce", chunk_bytes=_SOME),
     ),
     "all_gather": (Rule(form="native_all_gather", chunk_bytes=_WHOLE),),
     "reduce_scatter": (
-        Rule(form="native_reduce_scatter", chunk_bytes=_WHOLE, native=_SUM),
+        Rule(form="native_reduce_scatter", chunk_bytes=_WHOLE, native=_SUM, narrow=_NARROW),
         Rule(form="swap_and_reduce", chunk_bytes=_WHOLE),
     ),
     "all_to_all": (Rule(form="native_all_to_all", chunk_bytes=_WHOLE),),
-    "gather": (Rule(form="collect", chunk_bytes=_WHOLE),),
-    "scatter": (Rule(form="deal", chunk_bytes=_WHOLE),),
+    "gather": (Rule(form="native_all_gather", chunk_bytes=_SOME),),
+    "scatter": (Rule(form="masked_scatter", chunk_bytes=_SOME),),
     "transfer": (Rule(form="deal", chunk_bytes=_WHOLE),),
-    "broadcast": (Rule(form="hop", chunk_bytes=_WHOLE),),
+    "broadcast": (Rule(form="masked_sum", chunk_bytes=_WHOLE),),
 }
+
+_GATHERING = ("spread", "native_all_gather", "gather_and_reduce")  # all pieces into each rank
 
 PLANS: Mapping[str, Mapping[str, Sequence[Rule]]] = {"cpu": _CPU, "tpu": _TPU}
 
@@ -116,7 +125,7 @@ def choose_plan(
     """Choose by the platform's table; every rank of a group comes to the same plan.
 
     Args:
-        platform: ``cpu`` or ``tpu``.
+        platform: whose table: ``cpu`` or ``tpu``.
         verb: a key of the table.
         num_elements: of the largest piece that any rank sends to another.
         element_bytes: bytes of one element.
@@ -128,12 +137,8 @@ def choose_plan(
     rules = PLANS[platform][verb]
     rule = next(rule for rule in rules if rule.fits(num_bytes, num_ranks, wire, reducer))
     form = FORMS[rule.form]
-    shares = (
-        form.num_operands(num_ranks)
-        if form.pieces
-        else num_ranks - 1
-        if form.name == "spread"
-        else 1
-    )
+    shares = form.num_operands(num_ranks) if form.pieces else 1
+    if form.name in _GATHERING:
+        shares = num_ranks - 1
     elements = rule.chunk_bytes // element_bytes // max(1, shares)
     return Plan(form, max(_GRAIN, elements // _GRAIN * _GRAIN))

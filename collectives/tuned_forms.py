@@ -1,18 +1,11 @@
-"""The forms in which collectives use the links of a TPU slice: data, and the JAX functions of them.
+"""The forms in which collectives use the links of a TPU slice, as JAX functions of one device.
 
-What the rules rest on: programs that libtpu 0.0.42 compiled, `tpu-launch plan` shows them.
+`tuning.py` is the table of which form is for what. The process group's programs (`forms.py`) and
+those of `tpu-launch plan` (`ahead_of_time.py`) are made of the same functions.
 
-- all_gather and all_reduce stay whole; with the SparseCore they use all links of whole axes. On
-  v5e, which has none, a flat all_gather of 64 chips and more is no ring; as rows of 128 it is one.
-- reduce_scatter of a flat payload becomes an all-reduce and a slice; as rows it does not, if shards
-  that are no multiple of three tiles are padded. Small shards of tpu7x, and v5e where it wraps,
-  want rows of 1024.
-- An all_reduce over members that are spread over their axes is one ring; as a scatter and a gather
-  it goes along all of the axes.
-- Above 2,048 devices a whole reduce_scatter becomes an all-reduce: it is done over all axes but
-  one of the slice, then over that.
-
-Which of a verb's few candidates a slice wants is told by compiling them (`planner.py`).
+A payload goes in flat. The members of the group are numbered by their place in the program's mesh:
+row-major over (slice, x, y, z, core). Over several slices a collective is done in two: what crosses
+DCN is then the least that can be, and runs between devices that stand at the same place.
 """
 
 from __future__ import annotations
@@ -22,58 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_dist.topology.errors import UnsupportedError
-from tpu_dist.topology.groups import CORE_AXIS, Digit, Group
+from tpu_dist.topology.groups import Digit
 
-VERBS = ("all_reduce", "all_gather", "reduce_scatter")
-NAIVE = "naive"
-TUNED = "tuned"
+Array = Any
+Function = Callable[[Array], Array]
 
 LANES = 128  # elements of a row of a tile
 TILE_ROWS = 8
-
-_MOST_DEVICES_OF_ONE_SCATTER = 2048
-
-_SPARSE_CORE = "xla_tpu_enable_sparse_core_"
-_OFFLOAD: Mapping[str, bool] = {
-    f"{_SPARSE_CORE}collective_offload_{kind}": True
-    for kind in (
-        "all_gather",
-        "2d_all_gather",
-        "3d_all_gather",
-        "all_reduce",
-        "reduce_scatter",
-        "nd_reduce_scatter",
-    )
-}
-_ND_SCATTER: Mapping[str, bool] = {f"{_SPARSE_CORE}collective_offload_nd_reduce_scatter": True}
-_PADDING: Mapping[str, bool] = {f"{_SPARSE_CORE}reduce_scatter_padding": True}
-
-# By generation and verb. All of them are booleans that libtpu 0.0.42 knows: another type, or a flag
-# that it does not know, ends or fails the compile.
-_OPTIONS: Mapping[str, Mapping[str, Mapping[str, bool]]] = {
-    "v5e": {"all_reduce": {}, "all_gather": {}, "reduce_scatter": _ND_SCATTER},
-    "v5p": {
-        "all_reduce": _OFFLOAD,
-        "all_gather": _OFFLOAD,
-        "reduce_scatter": {**_OFFLOAD, **_PADDING},
-    },
-    "v6e": {
-        "all_reduce": _OFFLOAD,
-        "all_gather": _OFFLOAD,
-        "reduce_scatter": {**_OFFLOAD, **_PADDING},
-    },
-    "tpu7x": {"all_reduce": _PADDING, "all_gather": {}, "reduce_scatter": _PADDING},
-}
-
-
-# By verb: what the payload may be laid out as, in the order of preference; None is flat. An
-# all_reduce in rows is a scatter and a gather.
-_LANES: Mapping[str, tuple[int | None, ...]] = {
-    "all_reduce": (None, LANES),
-    "all_gather": (None, LANES),
-    "reduce_scatter": (LANES, 8 * LANES),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,121 +29,139 @@ class TunedForm:
     """How a collective over one group is done.
 
     Attributes:
-        verb: one of ``VERBS``.
-        digits: the parts of the slice's axes that the group spans, as axes of the program's mesh.
+        verb: a key of ``FUNCTIONS``.
+        digits: the parts of the slice's axes that the group spans, as axes of the program's mesh;
+            one of all members where they are no regular part of it.
+        num_slices: how many slices the group spans; above 1 they are the mesh's first axis.
         phases: positions in ``digits``; each phase is a collective over those.
         lanes: elements of a row, if the payload goes in as rows: so many, or 128 where the pieces
             of a phase are no whole tiles of them; None if it is flat.
         options: for the compiler.
+        root: place of the one that has the payload, in a broadcast or a scatter.
+        reducer: name of the jax.lax collective of an all_reduce.
     """
 
     verb: str
     digits: tuple[Digit, ...]
+    num_slices: int = 1
     phases: tuple[tuple[int, ...], ...]
     lanes: int | None = None
     options: Mapping[str, bool] = field(default_factory=dict)
+    root: int = 0
+    reducer: str = "psum"
 
     def __str__(self) -> str:
         parts = ["flat" if self.lanes is None else f"rows of {self.lanes}"]
         if len(self.phases) > 1:
             parts.append(f"{len(self.phases)} phases")
+        if self.num_slices > 1:
+            parts.append("slices apart")
         if self.options:
             parts.append(f"{len(self.options)} option{'s' if len(self.options) > 1 else ''}")
         return ", ".join(parts)
 
-    def function(self, names: tuple[str, ...]) -> Callable[[Any], Any]:
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the program's mesh, the slices first if there are several."""
+        inner = tuple(digit.size for digit in self.digits)
+        return (self.num_slices, *inner) if self.num_slices > 1 else inner
+
+    @property
+    def num_members(self) -> int:
+        """Devices in the group."""
+        return math.prod(self.sizes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the program's axes, one for each size."""
+        inner = tuple(f"axis{index}" for index in range(len(self.digits)))
+        return (_SLICES, *inner) if self.num_slices > 1 else inner
+
+    def function(self) -> Function:
         """Return the JAX function of one device's flat payload; for use inside shard_map.
 
-        Args:
-            names: the program's name of each digit's axis.
+        It is to run on a mesh that has axes of these names and sizes.
         """
-        return _FUNCTIONS[self.verb](self, names)
+        return FUNCTIONS[self.verb](self)
 
 
-def tuned_forms(verb: str, group: Group) -> tuple[TunedForm, ...]:
-    """Return the forms worth a compile for a verb over a group of a slice, the likeliest first.
-
-    Raises:
-        UnsupportedError: the verb has no form, or nothing is known of the generation.
-    """
-    generation = group.slice.generation.name
-    if generation not in _OPTIONS:
-        raise UnsupportedError(
-            f"no compiled programs of {generation} were read; forms are known for "
-            f"{', '.join(_OPTIONS)}."
-        )
-    if verb not in VERBS:
-        raise UnsupportedError(f"{verb!r} has no tuned form; {', '.join(VERBS)} have.")
-    every = tuple(range(len(group.digits)))
-    size = group.num_chips * group.num_cores
-    phases: tuple[tuple[int, ...], ...] = (every,)
-    if verb == "reduce_scatter" and size > _MOST_DEVICES_OF_ONE_SCATTER:
-        phases = _scatter_phases(group)
-    return tuple(
-        TunedForm(
-            verb=verb,
-            digits=group.digits,
-            phases=phases,
-            lanes=lanes,
-            options=_OPTIONS[generation][verb],
-        )
-        for lanes in _LANES[verb]
-    )
+_SLICES = "slices"
 
 
-def _scatter_phases(group: Group) -> tuple[tuple[int, ...], ...]:
-    """Leave the shortest axis for last that makes the rest small enough, else the longest."""
-    size = group.num_chips * group.num_cores
-    axes = sorted(
-        (digit.size, index) for index, digit in enumerate(group.digits) if digit.axis < CORE_AXIS
-    )
-    enough = [axis for axis in axes if size // axis[0] <= _MOST_DEVICES_OF_ONE_SCATTER]
-    _, last = (enough or axes[-1:])[0]
-    return tuple(index for index in range(len(group.digits)) if index != last), (last,)
-
-
-def naive_form(verb: str, size: int) -> TunedForm:
+def flat_form(verb: str, size: int, **changes: Any) -> TunedForm:
     """Return the form as it is written without a thought: flat, over one axis, no options."""
-    return TunedForm(verb=verb, digits=(Digit(axis=0, size=size),), phases=((0,),))
+    digits = (Digit(axis=0, size=size),)
+    return TunedForm(verb=verb, digits=digits, phases=((0,),), **changes)
 
 
-def _all_gather(form: TunedForm, names: tuple[str, ...]) -> Callable[[Any], Any]:
+def _inner(form: TunedForm) -> tuple[str, ...]:
+    """The names of the axes within a slice."""
+    return form.names[1:] if form.num_slices > 1 else form.names
+
+
+def _rows(form: TunedForm, payload: Array) -> Array:
+    return payload if form.lanes is None else payload.reshape(-1, form.lanes)
+
+
+def _all_gather(form: TunedForm) -> Function:
     from jax import lax
 
-    def gather(payload: Any) -> Any:
-        rows = payload if form.lanes is None else payload.reshape(-1, form.lanes)
-        return lax.all_gather(rows, names, tiled=True).reshape(-1)
+    def gather(payload: Array) -> Array:
+        if form.num_slices > 1:
+            payload = lax.all_gather(payload, _SLICES, tiled=True)
+        gathered = lax.all_gather(_rows(form, payload), _inner(form), tiled=True)
+        if form.num_slices == 1:
+            return gathered.reshape(-1)
+        members = form.num_members // form.num_slices
+        return gathered.reshape(members, form.num_slices, -1).swapaxes(0, 1).reshape(-1)
 
     return gather
 
 
-def _all_reduce(form: TunedForm, names: tuple[str, ...]) -> Callable[[Any], Any]:
+def _all_reduce(form: TunedForm) -> Function:
     from jax import lax
 
-    def scatter_and_gather(payload: Any) -> Any:
-        rows = lax.psum_scatter(payload.reshape(-1, form.lanes), names, tiled=True)
-        return lax.all_gather(rows, names, tiled=True).reshape(-1)
+    reduce = getattr(lax, form.reducer)
 
-    return scatter_and_gather if form.lanes else lambda payload: lax.psum(payload, names)
+    def scatter_and_gather(payload: Array) -> Array:
+        import jax.numpy as jnp
+
+        lanes = form.lanes or LANES
+        grain = lanes * (form.num_members // form.num_slices)
+        padding = -payload.size % grain
+        rows = jnp.pad(payload, (0, padding)).reshape(-1, lanes)
+        piece = lax.psum_scatter(rows, _inner(form), tiled=True)
+        if form.num_slices > 1:
+            piece = lax.psum(piece, _SLICES)
+        whole = lax.all_gather(piece, _inner(form), tiled=True).reshape(-1)
+        return whole[: payload.size] if padding else whole
+
+    in_pieces = form.reducer == "psum" and (form.lanes is not None or form.num_slices > 1)
+    return scatter_and_gather if in_pieces else lambda payload: reduce(payload, form.names)
 
 
-def _reduce_scatter(form: TunedForm, names: tuple[str, ...]) -> Callable[[Any], Any]:
+def _reduce_scatter(form: TunedForm) -> Function:
     """Scatter phase by phase; pieces are put in the order of phases first, so each gets its own."""
     from jax import lax
 
     sizes = tuple(digit.size for digit in form.digits)
+    names = _inner(form)
     order = tuple(index for phase in form.phases for index in phase)
 
-    def scatter(payload: Any) -> Any:
+    def scatter(payload: Array) -> Array:
+        if form.num_slices > 1:
+            members = math.prod(sizes)
+            payload = payload.reshape(form.num_slices, members, -1).swapaxes(0, 1).reshape(-1)
         if order != tuple(range(len(sizes))):
             pieces = payload.reshape(*sizes, -1)
             payload = pieces.transpose(*order, len(sizes)).reshape(-1)
         for phase in form.phases:
             over = tuple(names[index] for index in phase)
-            members = math.prod(sizes[index] for index in phase)
-            lanes = _lanes_that_fit(form, payload.size // members)
+            lanes = _lanes_that_fit(form, payload.size // math.prod(sizes[i] for i in phase))
             rows = payload if lanes is None else payload.reshape(-1, lanes)
             payload = lax.psum_scatter(rows, over, tiled=True).reshape(-1)
+        if form.num_slices > 1:
+            payload = lax.psum_scatter(payload, _SLICES, tiled=True)
         return payload
 
     return scatter
@@ -208,8 +174,38 @@ def _lanes_that_fit(form: TunedForm, piece: int) -> int | None:
     return form.lanes if piece % (TILE_ROWS * form.lanes) == 0 else LANES
 
 
-_FUNCTIONS: Mapping[str, Callable[[TunedForm, tuple[str, ...]], Callable[[Any], Any]]] = {
-    "all_gather": _all_gather,
+def _all_to_all(form: TunedForm) -> Function:
+    from jax import lax
+
+    def exchange(payload: Array) -> Array:
+        pieces = payload.reshape(form.num_members, -1)
+        return lax.all_to_all(pieces, form.names, 0, 0).reshape(-1)
+
+    return exchange
+
+
+def _only_the_root_s(form: TunedForm, payload: Array) -> Array:
+    import jax.numpy as jnp
+    from jax import lax
+
+    return jnp.where(lax.axis_index(form.names) == form.root, payload, jnp.zeros_like(payload))
+
+
+def _broadcast(form: TunedForm) -> Function:
+    reduce = _all_reduce(form)
+    return lambda payload: reduce(_only_the_root_s(form, payload))
+
+
+def _scatter(form: TunedForm) -> Function:
+    scatter = _reduce_scatter(form)
+    return lambda payload: scatter(_only_the_root_s(form, payload))
+
+
+FUNCTIONS: Mapping[str, Callable[[TunedForm], Function]] = {
     "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "scatter": _scatter,
 }

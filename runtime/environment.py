@@ -3,6 +3,8 @@
 ==========================  =====================================================================
 ``TPU_DIST_PLATFORM``       ``tpu`` or ``cpu``: the JAX platform; default: tpu where chips are
 ``TPU_DIST_HOST``           where other processes reach this one; default: from the store
+``TPU_DIST_TOPOLOGY``       the slices of the job, as in ``tpu7x:4x4x8*2``; on the CPU stand-in the
+                            ranks stand for their devices; default: what the TPUs say
 ``TPU_DIST_PREFER``         ``1``: take the names that torch_tpu has too (read in _autoload)
 ``TPU_DIST_BLOCKING_WAIT``  ``1``: wait() on device tensors blocks the host until they are there
 ``TPU_DIST_FALLBACK``       ``error``: refuse operators that would run on the CPU; default: ``warn``
@@ -12,7 +14,7 @@
 ``LOCAL_WORLD_SIZE``        number of processes on this host (torchrun, tpu-launch)
 ``WORLD_SIZE``              number of processes (torchrun, tpu-launch)
 ``MASTER_ADDR``             host of the c10d store (torchrun, tpu-launch)
-``TPU_DIST_CACHE_DIR``      where results of compiles are kept; default: ``$XDG_CACHE_HOME/tpu_dist``
+``TPU_DIST_CACHE_DIR``      where results of compiles are kept; default: ``tpu_dist`` in the next
 ``XDG_CACHE_HOME``          where a user's caches are; default: ``~/.cache``
 ``MALLOC_*``,               glibc's own: where the user has set its thresholds, they are left alone
 ``GLIBC_TUNABLES``
@@ -48,6 +50,7 @@ class RuntimeConfig:
     fallback: str = "warn"
     launch_blocking: bool = False
     blocking_wait: bool = False
+    topology: str | None = None
 
     def __post_init__(self) -> None:
         if self.platform is not None and self.platform not in PLATFORMS:
@@ -81,6 +84,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RuntimeConfig:
         fallback=environ.get("TPU_DIST_FALLBACK", "").lower() or "warn",
         launch_blocking=any(_is_on(environ, name) for name in _BLOCKING),
         blocking_wait=_is_on(environ, "TPU_DIST_BLOCKING_WAIT"),
+        topology=environ.get("TPU_DIST_TOPOLOGY") or None,
     )
 
 

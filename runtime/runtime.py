@@ -33,8 +33,10 @@ from tpu_dist.runtime.coordinator import (
 from tpu_dist.runtime.environment import RuntimeConfig
 from tpu_dist.runtime.forks import client_started, refuse_forked_child
 from tpu_dist.runtime.host_memory import keep_freed_memory
+from tpu_dist.runtime.job_topology import find_rank_map, stand_in_rank_map
 from tpu_dist.runtime.transport_sockets import listening_ports
-from tpu_dist.topology.errors import BringUpError
+from tpu_dist.topology.errors import BringUpError, TopologyError
+from tpu_dist.topology.rank_map import RankMap
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class Runtime:
     channel: Channel
     connection: CoordinatorConnection | None
     transport_ports: frozenset[int]  # where peers' transports reach this process's
+    topology: str | None = None  # as it was asked for
+    rank_map: RankMap | None = None  # where the ranks stand, if that is somewhere and known
     process_id: int = field(default_factory=os.getpid)
     healthy: bool = True  # False once a transport was cut: the next init starts afresh
     at_close: list[Callable[[], None]] = field(default_factory=list)
@@ -110,7 +114,8 @@ def start_runtime(
     refuse_forked_child()
     old = _current
     if old is not None:
-        usable = old.healthy and (old.rank, old.world_size) == (rank, world_size)
+        asked = (rank, world_size, config.topology)
+        usable = old.healthy and (old.rank, old.world_size, old.topology) == asked
         _refuse_other_platform(old, config)
     else:
         usable = False
@@ -136,6 +141,8 @@ def _start(
     store: Any, rank: int, world_size: int, deadline: float, config: RuntimeConfig
 ) -> Runtime:
     platform = choose_platform(config)
+    if platform == "cpu" and config.topology is not None:
+        stand_in_rank_map(config.topology, world_size)  # refuses what does not fit, at once
     host = _own_address(config)
     coordinator = CoordinatorProcess(host, world_size) if rank == 0 and world_size > 1 else None
     try:
@@ -168,7 +175,8 @@ def _start(
         devices = ready_made or create_client(
             platform, rank, world_size, connection, _left(deadline)
         )
-    except BringUpError:
+        rank_map = find_rank_map(platform, devices, config.topology)
+    except (BringUpError, TopologyError):
         channel.close()
         raise
     runtime = Runtime(
@@ -180,6 +188,8 @@ def _start(
         channel=channel,
         connection=connection,
         transport_ports=listening_ports() - older_ports - {channel.address[1]},
+        topology=config.topology,
+        rank_map=rank_map,
     )
     client_started()
     atexit.register(runtime.close_at_exit)

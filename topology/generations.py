@@ -8,6 +8,8 @@ Sources, by the letters of the table's comments:
 (c) jax-ml.github.io/scaling-book: one-way bandwidth of a link of v4, v5e, v5p and v6e.
 (d) Devices a chip and chips a host: tpu-info's device.py, jax's hardware_utils.py, and the
     descriptions that libtpu 0.0.42 gives of `tpu7x:2x2x1` and the others.
+(f) libtpu 0.0.42 compiles programs of a part of a v5e slice for 2x2 and 2x4; for 8x8 it refuses
+    them ("limited ICI routing"), and for 4x4, and some on v6e, the compiler ends its process.
 (e) Assumed: the published 1,200 GB/s of a tpu7x chip, both ways over 6 links.
 """
 
@@ -47,6 +49,7 @@ class Generation:
         chips_per_host: of the hosts that larger slices are made of.
         wrap: when an axis is a ring.
         pod: the shape of the whole pod; for three axes the largest that may be asked for.
+        limited_routing: whether programs on more chips than one host has must span the whole slice.
         can_twist: whether k x k x 2k and k x 2k x 2k may be cabled as a twisted torus.
         num_links: ICI links of a chip.
         link_bandwidth: of one link, one way, bytes/s.
@@ -66,6 +69,7 @@ class Generation:
     chips_per_host: int = 4
     wrap: Wrap
     pod: Shape
+    limited_routing: bool = False
     can_twist: bool = False
     num_links: int
     link_bandwidth: float
@@ -152,13 +156,14 @@ _GENERATIONS = (
         gke_accelerator="tpu-v4-podslice",
     ),
     Generation(
-        name="v5e",  # (a) (c)
+        name="v5e",  # (a) (c) (f)
         aliases=("v5litepod", "v5lite", "v5 lite"),
         num_axes=2,
         devices_per_chip=1,
         cores_per_chip_in_names=1,
         host_grids=_FLAT_HOSTS,
         wrap=Wrap.FULL_AXIS,
+        limited_routing=True,
         pod=Shape(16, 16),
         num_links=4,
         link_bandwidth=45 * GB,
@@ -185,13 +190,14 @@ _GENERATIONS = (
         gke_accelerator="tpu-v5p-slice",
     ),
     Generation(
-        name="v6e",  # (a) (c)
+        name="v6e",  # (a) (c) (f)
         aliases=("v6lite", "v6 lite", "trillium"),
         num_axes=2,
         devices_per_chip=1,
         cores_per_chip_in_names=1,
         host_grids=_FLAT_HOSTS,
         wrap=Wrap.FULL_AXIS,
+        limited_routing=True,
         pod=Shape(16, 16),
         num_links=4,
         link_bandwidth=90 * GB,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpu_dist._autoload import BACKEND
 from tpu_dist.errors import BringUpError, TopologyError
-from tpu_dist.runtime.runtime import Runtime, current_runtime
-from tpu_dist.topology.measured import ReportedDevice, measure
+from tpu_dist.runtime.job_topology import job_rank_map
+from tpu_dist.runtime.runtime import current_runtime
 from tpu_dist.topology.mesh_search import lay_out_mesh
-from tpu_dist.topology.rank_map import RankMap
-from tpu_dist.topology.system import System
 
 
 def create_device_mesh(
@@ -38,7 +35,8 @@ def create_device_mesh(
             f"default group is on {dist.get_backend()!r}. Call init_process_group({BACKEND!r}) "
             f"first, or use torch.distributed.init_device_mesh."
         )
-    rank_map = _rank_map(runtime, topology)
+    asked = topology or runtime.topology
+    rank_map = job_rank_map(runtime.platform, runtime.devices, asked)
     if rank_map is None:
         if math.prod(shape) != runtime.world_size:
             raise TopologyError(
@@ -51,46 +49,6 @@ def create_device_mesh(
         ranks = torch.from_numpy(layout.ranks(rank_map)).to(torch.int)
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     return DeviceMesh(device_type or _tensors_device(), ranks, mesh_dim_names=names)
-
-
-def _rank_map(runtime: Runtime, topology: str | None) -> RankMap | None:
-    """Return what rank drives which device, or None where devices have no place: on the CPU."""
-    measured = None
-    if runtime.platform == "tpu":
-        measured = measure([_report(device) for device in runtime.devices])
-    if topology is None:
-        return measured
-    system = System.parse(topology)
-    if measured is not None:
-        _check_same(system, measured.system)
-        return RankMap(system=system, devices=measured.devices)
-    if system.num_devices != runtime.world_size:
-        raise TopologyError(
-            f"topology={topology!r} has {system.num_devices} devices, and there are "
-            f"{runtime.world_size} ranks. Start as many, or name another topology."
-        )
-    return RankMap.row_major(system)
-
-
-def _check_same(asked: System, found: System) -> None:
-    one, other = asked.slice, found.slice
-    if (one.generation, one.shape, asked.num_slices) != (
-        other.generation,
-        other.shape,
-        found.num_slices,
-    ):
-        raise TopologyError(
-            f"topology={str(asked)!r} was given, and the job runs on {found}. Leave it out."
-        )
-
-
-def _report(device: Any) -> ReportedDevice:
-    return ReportedDevice(
-        kind=device.device_kind,
-        slice_index=getattr(device, "slice_index", 0),
-        coords=tuple(device.coords),
-        core=device.core_on_chip,
-    )
 
 
 def _tensors_device() -> str:

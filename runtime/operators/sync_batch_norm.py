@@ -12,9 +12,9 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from tpu_dist.runtime.operators.engine import Operator
 from tpu_dist.runtime.operators.lowering import LOWERINGS, lower
 from tpu_dist.runtime.operators.normalisation import channels, moments, widened
+from tpu_dist.runtime.operators.operator import Operator
 
 Array = Any  # None where torch passes none
 Tensor = torch.Tensor

@@ -18,7 +18,7 @@ MEMBERS = {2: [3, 1], 3: [0, 2, 3], 4: [0, 1, 2, 3]}
 """Global ranks by number of them; the first in descending order."""
 
 SIZE = 2048
-ROOTED = {"collect", "deal", "hop"}
+ROOTED = {"collect", "deal", "hop", "masked_sum", "masked_scatter"}
 REDUCING = {
     "swap_and_reduce", "scatter_and_gather", "doubling", "gather_and_reduce",
     "native_all_reduce", "native_reduce_scatter",
@@ -71,6 +71,12 @@ def wanted(
     if form == "deal":
         assert root is not None
         return [piece(root, me, dtype) if source == root else None for source in back]
+    if form == "masked_sum":
+        assert root is not None
+        return [whole(root, dtype)]
+    if form == "masked_scatter":
+        assert root is not None
+        return [piece(root, me, dtype)]
     if form == "native_all_gather":
         return [whole(source, dtype) for source in ranks]
     if form == "native_all_to_all":
@@ -157,6 +163,8 @@ CASES = [
     ("native_all_reduce", "MIN", torch.int64),
     ("native_reduce_scatter", "SUM", torch.float32),
     ("native_reduce_scatter", "AVG", torch.float64),
+    ("masked_sum", "", torch.int32),
+    ("masked_scatter", "", torch.uint8),
 ]
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from tpu_dist.collectives.ahead_of_time import naive_places, num_elements, tuned_places
 from tpu_dist.collectives.compiled_program import CompiledCollective, read_program
-from tpu_dist.collectives.ici_model import Estimate, estimate, group_of, ideal_seconds
+from tpu_dist.collectives.ici_model import Estimate, estimate, ideal_seconds
 from tpu_dist.topology.errors import TpuDistError
 from tpu_dist.topology.groups import Digit
 from tpu_dist.topology.mesh_search import lay_out_mesh
+from tpu_dist.topology.placement import group_of
 from tpu_dist.topology.rank_map import coordinates
 from tpu_dist.topology.system import System
 

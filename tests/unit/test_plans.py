@@ -77,10 +77,12 @@ def test_cpu_chunks_are_bounded_and_keep_their_alignment(
     assert plan.chunk_elements % 1024 == 0
 
 
-def test_narrow_floats_are_never_summed_natively() -> None:
+def test_narrow_floats_are_summed_in_a_wider_dtype_but_for_half_floats_on_tpus() -> None:
+    """Between chips as between GPUs: those are summed as they are."""
+    halves = (torch.bfloat16, torch.float16)
     for platform, table in PLANS.items():
         for verb in REDUCING & set(table):
-            for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+            for dtype in (*halves, torch.float8_e4m3fn):
                 plan = choose_plan(
                     platform,
                     verb,
@@ -90,7 +92,8 @@ def test_narrow_floats_are_never_summed_natively() -> None:
                     wire=wire_type(dtype),
                     reducer=REDUCERS["SUM"],
                 )
-                assert "native" not in plan.form.name
+                natively = platform == "tpu" and dtype in halves
+                assert natively == ("native" in plan.form.name)
 
 
 @pytest.mark.parametrize("verb", sorted(REDUCING))

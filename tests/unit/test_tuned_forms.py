@@ -8,43 +8,53 @@ import sys
 
 import pytest
 
-from tpu_dist.collectives.tuned_forms import VERBS, tuned_forms
+from tpu_dist.collectives.tuned_forms import FUNCTIONS, TunedForm
+from tpu_dist.collectives.tuning import OPTIONS, VERBS, Case, tuned_forms
 from tpu_dist.errors import UnsupportedError
-from tpu_dist.topology.mesh_search import lay_out_mesh
+from tpu_dist.topology.generations import GENERATIONS
+from tpu_dist.topology.placement import place_group
+from tpu_dist.topology.rank_map import RankMap
 from tpu_dist.topology.system import System
 
-# In a process of its own, with 8 CPU devices: two groups of four, as 2x2 digits.
+# In a process of its own, with 8 CPU devices: two groups of four, as 2x2 digits, and one group of
+# two slices of four.
 COMPUTE = """
 import itertools, json
 import jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from tpu_dist.collectives.tuned_forms import TunedForm
+from tpu_dist.collectives.tuned_forms import FUNCTIONS, TunedForm
 from tpu_dist.topology.groups import Digit
 
 digits = (Digit(axis=0, size=2), Digit(axis=1, size=2))
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("groups", "a", "b"))
-spec = PartitionSpec(("groups", "a", "b"))
 wrong = []
-for verb, lanes, phases in itertools.product(
-    ("all_reduce", "all_gather", "reduce_scatter"), (None, 128, 1024),
-    (((0, 1),), ((0,), (1,)), ((1,), (0,))),
+for verb, lanes, phases, num_slices, root in itertools.product(
+    FUNCTIONS, (None, 128, 1024), (((0, 1),), ((0,), (1,)), ((1,), (0,))), (1, 2), (0, 3),
 ):
-    if len(phases) > 1 and verb != "reduce_scatter":
+    if len(phases) > 1 and verb not in ("reduce_scatter", "scatter"):
         continue
-    form = TunedForm(verb=verb, digits=digits, phases=phases, lanes=lanes)
-    local = 4 * 8 * 1024
+    form = TunedForm(
+        verb=verb, digits=digits, phases=phases, lanes=lanes, num_slices=num_slices, root=root
+    )
+    members = form.num_members
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, *form.sizes), ("groups", *form.names))
+    spec = PartitionSpec(("groups", *form.names))
+    local = 8 * 8 * 1024
     values = np.random.default_rng(0).integers(-9, 9, (8, local)).astype(np.float32)
-    run = jax.jit(jax.shard_map(form.function(("a", "b")), mesh=mesh, in_specs=spec,
+    run = jax.jit(jax.shard_map(form.function(), mesh=mesh, in_specs=spec,
                                 out_specs=spec, check_vma=False))
     found = np.asarray(run(values.reshape(-1))).reshape(8, -1)
-    groups = values.reshape(2, 4, local)
+    groups = values.reshape(-1, members, local)
+    each = lambda whole: np.repeat(whole, members, axis=0)
     whole = {
-        "all_reduce": np.repeat(groups.sum(1), 4, axis=0),
-        "all_gather": np.repeat(groups.reshape(2, -1), 4, axis=0),
+        "all_reduce": each(groups.sum(1)),
+        "all_gather": each(groups.reshape(8 // members, -1)),
         "reduce_scatter": groups.sum(1).reshape(8, -1),
-    }[verb]
+        "broadcast": each(groups[:, root]),
+        "scatter": groups[:, root].reshape(8, -1),
+        "all_to_all": groups.reshape(8 // members, members, members, -1).swapaxes(1, 2),
+    }[verb].reshape(8, -1)
     if found.shape != whole.shape or not (found == whole).all():
-        wrong.append([verb, lanes, phases])
+        wrong.append([verb, lanes, phases, num_slices, root])
 print(json.dumps(wrong))
 """
 
@@ -66,10 +76,17 @@ def test_every_form_computes_its_verb() -> None:
     assert json.loads(done.stdout) == []
 
 
-def phases(topology: str) -> list[tuple[int, ...]]:
+def forms_of(
+    topology: str, verb: str, ranks: range | list[int] | None = None, num_bytes: int = 64 << 20
+) -> tuple[TunedForm, ...]:
     system = System.parse(topology)
-    group = lay_out_mesh(system, (system.num_devices,)).axes[0].group
-    return list(tuned_forms("reduce_scatter", group)[0].phases)
+    placement = place_group(RankMap.row_major(system), ranks or range(system.num_devices))
+    case = Case(verb=verb, placement=placement, dtype="float32", num_bytes=num_bytes)
+    return tuned_forms(case)
+
+
+def phases(topology: str) -> list[tuple[int, ...]]:
+    return list(forms_of(topology, "reduce_scatter")[0].phases)
 
 
 def test_large_slices_scatter_in_phases() -> None:
@@ -81,24 +98,39 @@ def test_large_slices_scatter_in_phases() -> None:
     assert phases("tpu7x:4x4x576") == [(0, 1, 3), (2,)]
 
 
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:4x4x4", "tpu7x:4x4x4"])
-def test_every_verb_has_forms_on_every_generation_that_was_read(topology: str) -> None:
-    system = System.parse(topology)
-    for axis in lay_out_mesh(system, (4, system.num_devices // 4)).axes:
-        for verb in VERBS:
-            forms = tuned_forms(verb, axis.group)
-            assert forms
-            for form in forms:
-                assert all(isinstance(value, bool) for value in form.options.values())
-                assert sorted(i for phase in form.phases for i in phase) == list(
-                    range(len(axis.group.digits))
-                )
+GROUPS = [None, [0, 1, 2, 3], [0, 4, 8, 12], [0, 5], [1, 2, 4]]
+"""All, what a mesh may have as an axis, and what is no block."""
 
 
-def test_what_was_not_read_is_refused_by_name() -> None:
-    group = lay_out_mesh(System.parse("v4:4x4x4"), (64,)).axes[0].group
-    with pytest.raises(UnsupportedError, match="no compiled programs of v4.*v5e, v5p"):
-        tuned_forms("all_reduce", group)
-    group = lay_out_mesh(System.parse("v6e:4x4"), (16,)).axes[0].group
-    with pytest.raises(UnsupportedError, match="'broadcast' has no tuned form"):
-        tuned_forms("broadcast", group)
+@pytest.mark.parametrize("topology", ["v2:4x4", "v4:4x4x4", "v5e:4x4", "v6e:4x4", "v5p:4x4x4"])
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("slices", ["", "*3"])
+def test_every_verb_has_a_form_in_every_group(topology: str, verb: str, slices: str) -> None:
+    system = System.parse(topology + slices)
+    for ranks in GROUPS:
+        for form in forms_of(topology + slices, verb, ranks):
+            assert form.num_members == len(ranks or range(system.num_devices))
+            assert all(isinstance(value, bool) for value in form.options.values())
+            every = sorted(i for phase in form.phases for i in phase)
+            assert every == list(range(len(form.digits)))
+
+
+def test_members_in_several_slices_are_done_in_two() -> None:
+    (form, *_) = forms_of("v6e:4x4*2", "all_reduce")
+    assert (form.num_slices, form.sizes) == (2, (2, 4, 4))
+    (alike, *_) = forms_of("v6e:4x4*2", "all_reduce", [0, 1, 16, 17])
+    assert (alike.num_slices, alike.sizes) == (2, (2, 2))
+    (unlike, *_) = forms_of("v6e:4x4*2", "all_reduce", [0, 1, 16, 18])
+    assert (unlike.num_slices, unlike.sizes) == (1, (4,))
+
+
+def test_the_table_is_about_what_exists() -> None:
+    assert set(VERBS) == set(FUNCTIONS)
+    assert set(OPTIONS) == set(GENERATIONS)
+    for options in OPTIONS.values():
+        assert set(options) <= set(VERBS)
+
+
+def test_what_has_no_form_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="'barrier' has no tuned form; all_reduce, "):
+        forms_of("v6e:4x4", "barrier")

@@ -1,0 +1,144 @@
+"""Ranks that stand for a slice run the tuned forms: every verb gives what it gives without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, gloo_cannot
+from torch import Tensor
+
+pytestmark = gloo_cannot("it has no programs")
+
+SLICES = ["v5p:2x2x1", "tpu7x:1x2x1", "v5e:1x2*2", "v6e:1x1*4"]
+"""Of four devices each: a block, chips of two devices, and slices joined over DCN."""
+
+GROUPS = [(0, 1, 2, 3), (2, 0, 3, 1), (0, 1), (3, 1), (0, 3), (0, 1, 3), (2,)]
+"""Whole slices in two orders, both axes of a 2x2 mesh, a diagonal, and what is no block."""
+
+SIZE = 2500  # elements: above what travels in envelopes, and no multiple of a tile
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8,
+    torch.int32, torch.int64, torch.uint16, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SLICES)
+def pretending(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(4, env={"TPU_DIST_TOPOLOGY": request.param}) as pool:
+        yield pool
+
+
+def values(source: int, target: int, dtype: torch.dtype, size: int = SIZE) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * source + target)
+    return torch.randint(0, 3, (size,), generator=generator).to(dtype)
+
+
+def total(rows: list[Tensor]) -> Tensor:
+    if rows[0].dtype is torch.bool:
+        return torch.stack(rows).any(0)
+    wide = [row.to(torch.float32) if row.dtype.itemsize == 1 else row for row in rows]
+    return torch.stack(wide).sum(0).to(rows[0].dtype)
+
+
+def check_group(group: dist.ProcessGroup, members: tuple[int, ...], dtype: torch.dtype) -> None:
+    me, size = dist.get_rank(group), len(members)
+    ranks = range(size)
+
+    def same(found: Tensor, wanted: Tensor, verb: str) -> None:
+        where = f"{verb} of {dtype} in {members} on {dist.get_rank()}"
+        assert found.dtype == wanted.dtype
+        raw = found.view(torch.uint8).equal(wanted.view(torch.uint8))
+        assert raw, f"{where}: {found[:8]} is not {wanted[:8]}"
+
+    reduced = total([values(source, 9, dtype) for source in ranks])
+    tensor = values(me, 9, dtype)
+    dist.all_reduce(tensor, group=group)
+    same(tensor, reduced, "all_reduce")
+
+    for root in ranks:
+        tensor = values(me, 9, dtype)
+        dist.reduce(tensor, group_dst=root, group=group)
+        if me == root:
+            same(tensor, reduced, "reduce")
+        tensor = values(me, 8, dtype)
+        dist.broadcast(tensor, group_src=root, group=group)
+        same(tensor, values(root, 8, dtype), "broadcast")
+        outputs = [torch.empty(SIZE, dtype=dtype) for _ in ranks] if me == root else None
+        dist.gather(values(me, 7, dtype), outputs, group_dst=root, group=group)
+        for source, output in enumerate(outputs or ()):
+            same(output, values(source, 7, dtype), "gather")
+        tensor = torch.empty(SIZE, dtype=dtype)
+        inputs = [values(root, target, dtype) for target in ranks] if me == root else None
+        dist.scatter(tensor, inputs, group_src=root, group=group)
+        same(tensor, values(root, me, dtype), "scatter")
+
+    outputs = [torch.empty(SIZE, dtype=dtype) for _ in ranks]
+    dist.all_gather(outputs, values(me, 6, dtype), group=group)
+    for source, output in enumerate(outputs):
+        same(output, values(source, 6, dtype), "all_gather")
+
+    tensor = torch.empty(SIZE, dtype=dtype)
+    dist.reduce_scatter(tensor, [values(me, target, dtype) for target in ranks], group=group)
+    same(tensor, total([values(source, me, dtype) for source in ranks]), "reduce_scatter")
+
+    lengths = [SIZE + 100 * target for target in ranks]
+    outputs = [torch.empty(lengths[me], dtype=dtype) for _ in ranks]
+    inputs = [values(me, target, dtype, lengths[target]) for target in ranks]
+    dist.all_to_all(outputs, inputs, group=group)
+    for source, output in enumerate(outputs):
+        same(output, values(source, me, dtype, lengths[me]), "all_to_all")
+
+
+def every_verb(rank: int, members: tuple[int, ...], dtypes: list[torch.dtype]) -> set[str]:
+    """Check all verbs; return the forms that were used."""
+    from tpu_dist.runtime.runtime import current_runtime
+
+    runtime = current_runtime()
+    assert runtime is not None and runtime.rank_map is not None
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return set()
+    assert isinstance(group, dist.ProcessGroup)
+    for dtype in dtypes:
+        check_group(group, members, dtype)
+    lane = group._lane  # type: ignore[attr-defined]
+    return {key.form for key in lane.programs._cache}
+
+
+@pytest.mark.parametrize("members", GROUPS, ids=str)
+def test_every_verb_is_right_in_every_kind_of_group(
+    pretending: RankPool, members: tuple[int, ...]
+) -> None:
+    for used in pretending(every_verb, members, [torch.float32, torch.int64]):
+        if used and len(members) > 1:
+            assert used >= {"native_all_reduce", "native_all_gather", "native_reduce_scatter"}
+            assert used >= {"masked_sum", "masked_scatter", "native_all_to_all"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_right(pretending: RankPool, dtype: torch.dtype) -> None:
+    pretending(every_verb, (0, 1, 2, 3), [dtype])
+
+
+def on_a_part_of_a_slice(rank: int, members: tuple[int, ...]) -> set[str]:
+    """As on a slice whose programs must span it, of which these ranks are a part."""
+    from tpu_dist.runtime.runtime import current_runtime
+    from tpu_dist.topology.rank_map import RankMap
+    from tpu_dist.topology.system import System
+
+    runtime = current_runtime()
+    assert runtime is not None
+    row_major = RankMap.row_major(System.parse("v5e:4x4"))
+    runtime.rank_map = row_major  # its first ranks are these
+    return every_verb(rank, members, [torch.float32, torch.bfloat16])
+
+
+def test_a_part_of_a_slice_without_programs_is_right_over_the_hosts_network() -> None:
+    with RankPool(4) as pool:
+        for members in [(0, 1), (2, 0, 3)]:
+            for used in pool(on_a_part_of_a_slice, members):
+                assert used == set()
