@@ -62,13 +62,19 @@ class Compiler:
         """Describe the system to libtpu.
 
         Raises:
-            UnsupportedError: several slices, a twisted torus, or a libtpu that describes such
-                chips differently.
+            UnsupportedError: a twisted torus, slices that are not joined, or a libtpu that
+                describes such chips differently.
             TopologyError: libtpu has no such slice, or is not installed.
         """
-        if system.num_slices > 1 or system.slice.twisted:
+        if system.slice.twisted:
             raise UnsupportedError(
-                f"{system} cannot be compiled for yet: one slice, not twisted, can be."
+                f"{system} cannot be planned for: the model of links knows no twisted torus. Plan "
+                f"for the same shape untwisted."
+            )
+        if system.num_slices > 1 and system.slice.generation.dcn_bandwidth is None:
+            raise UnsupportedError(
+                f"{system} cannot be planned for: {system.slice.generation} slices are not joined "
+                f"over DCN. Plan for one."
             )
         self.system = system
         self.devices = _describe(system)
@@ -137,7 +143,10 @@ def _describe(system: System) -> np.ndarray[Any, Any]:
     slice_ = system.slice
     try:
         description = topologies.get_topology_desc(
-            platform="tpu", topology_name=str(slice_), wrap=slice_.wrap
+            platform="tpu",
+            topology_name=str(slice_),
+            wrap=slice_.wrap,
+            num_slices=system.num_slices,
         )
     except Exception as error:  # the edge to libtpu: it raises XlaRuntimeError, OSError and others
         raise TopologyError(
@@ -147,11 +156,13 @@ def _describe(system: System) -> np.ndarray[Any, Any]:
     found = np.empty(system.num_devices, object)
     if len(description.devices) != found.size:
         raise UnsupportedError(
-            f"libtpu describes {system} with {len(description.devices)} devices, and programs see "
-            f"{found.size}: {slice_.generation} cannot be compiled for ahead of time."
+            f"libtpu describes {system} with {len(description.devices)} devices, and a program on "
+            f"it sees {found.size}: what {slice_.generation}'s chips do as one device cannot be "
+            f"compiled ahead of time."
         )
     device: Any
     for device in description.devices:
-        place = Device(0, Coord(*device.coords), device.core_on_chip)
+        index = getattr(device, "slice_index", None) or 0
+        place = Device(index, Coord(*device.coords), device.core_on_chip)
         found[system.rank_of(place)] = device
     return found

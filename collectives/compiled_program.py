@@ -10,6 +10,9 @@ The text is that of libtpu 0.0.42: optimised HLO, where each instruction carries
   ``colors:`` and ``phases:`` in a debug string. A colour of the strategies called UniDirection...
   goes one way around its rings, of the others both: that is counted as two here. On a fusion, it is
   for the collective in the computation that the fusion calls.
+
+What crosses from slice to slice is a transfer to the host, which names the collective it is a part
+of. Groups are numbered within a slice: all slices do the same.
 """
 
 from __future__ import annotations
@@ -45,6 +48,11 @@ _INSTRUCTION = re.compile(
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) \(.*\{\s*$")
 _FUSION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (?P<shape>.+?) fusion\(.*\bcalls=%?(?P<calls>[\w.-]+)")
 _SCATTER_FUSION = "AllReduceScatterFusion"  # an all-reduce and a slice that are done as one
+# What a slice receives of the others, and between which slices: "{1,2}x{0:15}" are two.
+_FROM_SLICES = re.compile(
+    r"= \((?P<shape>[^()]*(?:\([^()]*\)[^()]*)*), u32\[\].*\) recv\("
+    r'.*_xla_megascale_target="\{(?P<slices>[\d,:]+)\}.*_xla_megascale_transfer_type="(?P<kind>\w+)"'
+)
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
@@ -62,6 +70,7 @@ class CompiledCollective:
         algorithm: the compiler's name for how it is done.
         colours: ways that the payload is split over.
         phases: rings over ICI that each way goes through, one after the other.
+        num_slices: that it joins over DCN; 1 where it is within a slice.
     """
 
     kind: str
@@ -70,6 +79,7 @@ class CompiledCollective:
     algorithm: str
     colours: int
     phases: int
+    num_slices: int = 1
 
 
 def read_program(text: str) -> tuple[CompiledCollective, ...]:
@@ -88,6 +98,9 @@ def _read_all(text: str) -> Iterator[CompiledCollective]:
         opened = _COMPUTATION.match(line)
         if opened:
             within = opened[1]
+        arrival = _FROM_SLICES.search(line)
+        if arrival:
+            yield _between_slices(arrival)
         match = _INSTRUCTION.match(line)
         if match is None:
             continue
@@ -106,6 +119,24 @@ def _read_all(text: str) -> Iterator[CompiledCollective]:
             colours=colours,
             phases=phases,
         )
+
+
+def _between_slices(arrival: re.Match[str]) -> CompiledCollective:
+    return CompiledCollective(
+        kind=arrival["kind"].lower().replace("_", "-"),
+        result_bytes=_result_bytes(arrival["shape"], is_start=False),
+        groups=(),
+        algorithm="over DCN",
+        colours=1,
+        phases=1,
+        num_slices=sum(map(_num_slices, arrival["slices"].split(","))),
+    )
+
+
+def _num_slices(text: str) -> int:
+    """Count what ``3`` or ``0:3`` names."""
+    first, _, last = text.partition(":")
+    return int(last or first) - int(first) + 1
 
 
 def _configs_of_fusions(text: str) -> dict[str, tuple[str, Mapping[str, Any]]]:

@@ -52,7 +52,7 @@ class Row:
             whole tiles for each member.
         algorithm: as read from the compiled program.
         links_used: by each chip, one way.
-        modelled_us: by the model of `ici_model`; DCN, latency and HBM are not in it.
+        modelled_us: by the model of `ici_model`; latency and HBM are not in it.
         ideal_us: if the axis used every link that its layout has.
         efficiency: the ideal over the modelled.
         temp_bytes: that the program needs on a device.
@@ -163,7 +163,10 @@ class Planner:
             self._compiler = Compiler(layout.system)
         program = self._compiler.compile(candidate, places, num_bytes)
         found = estimate(layout.system, places.reshape(-1), read_program(program.text))
-        ideal = ideal_seconds(layout.axes[axis].group, candidate.verb, program.num_bytes)
+        laid = layout.axes[axis]
+        ideal = ideal_seconds(
+            laid.group, candidate.verb, program.num_bytes, num_slices=laid.num_slices
+        )
         return Row(
             axis=layout.axes[axis].name,
             verb=candidate.verb,

@@ -30,6 +30,7 @@ class Rule:
         native: the jax.lax collectives that the form knows; empty: it takes any operation. Only
             dtypes that are not accumulated in a wider one are left to them.
         narrow: but for these.
+        max_item_bytes: wider dtypes take a later rule.
     """
 
     form: str
@@ -40,12 +41,15 @@ class Rule:
     power_of_two: bool = False
     native: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
+    max_item_bytes: int | None = None
 
     def fits(self, num_bytes: int, num_ranks: int, wire: WireType, reducer: Reducer | None) -> bool:
         """Whether this rule may be taken; the same on every rank."""
         if self.max_bytes is not None and num_bytes > self.max_bytes:
             return False
         if self.max_ranks is not None and num_ranks > self.max_ranks:
+            return False
+        if self.max_item_bytes is not None and wire.carrier.itemsize > self.max_item_bytes:
             return False
         if self.power_of_two and num_ranks & (num_ranks - 1):
             return False
@@ -78,18 +82,31 @@ _CPU: Mapping[str, Sequence[Rule]] = {
 
 # XLA's own collective wherever it has one, the whole payload at once: its tuned form, where it is
 # known how the group stands (tuning.py). Sums of these two are kept in their own dtype from chip to
-# chip, as between GPUs: twice the bytes else.
+# chip, as between GPUs: twice the bytes else. Of 64-bit dtypes XLA has but the sum of all.
 _NARROW = ("bfloat16", "float16")
 _WHOLE = 1 << 40
 _SOME = 256 * MIB  # where all ranks take in what one of them wants, or keep what all have sent
 _TPU: Mapping[str, Sequence[Rule]] = {
     "all_reduce": (
-        Rule(form="native_all_reduce", chunk_bytes=_WHOLE, native=_ANY, narrow=_NARROW),
+        Rule(
+            form="native_all_reduce",
+            chunk_bytes=_WHOLE,
+            native=_ANY,
+            narrow=_NARROW,
+            max_item_bytes=4,
+        ),
+        Rule(form="native_all_reduce", chunk_bytes=_WHOLE, native=_SUM),
         Rule(form="gather_and_reduce", chunk_bytes=_SOME),
     ),
     "all_gather": (Rule(form="native_all_gather", chunk_bytes=_WHOLE),),
     "reduce_scatter": (
-        Rule(form="native_reduce_scatter", chunk_bytes=_WHOLE, native=_SUM, narrow=_NARROW),
+        Rule(
+            form="native_reduce_scatter",
+            chunk_bytes=_WHOLE,
+            native=_SUM,
+            narrow=_NARROW,
+            max_item_bytes=4,
+        ),
         Rule(form="swap_and_reduce", chunk_bytes=_WHOLE),
     ),
     "all_to_all": (Rule(form="native_all_to_all", chunk_bytes=_WHOLE),),

@@ -36,6 +36,7 @@ class TunedForm:
         phases: positions in ``digits``; each phase is a collective over those.
         lanes: elements of a row, if the payload goes in as rows: so many, or 128 where the pieces
             of a phase are no whole tiles of them; None if it is flat.
+        by_exchange: whether a reduce_scatter is an all_to_all, and a sum of what arrives.
         options: for the compiler.
         root: place of the one that has the payload, in a broadcast or a scatter.
         reducer: name of the jax.lax collective of an all_reduce.
@@ -46,12 +47,15 @@ class TunedForm:
     num_slices: int = 1
     phases: tuple[tuple[int, ...], ...]
     lanes: int | None = None
+    by_exchange: bool = False
     options: Mapping[str, bool] = field(default_factory=dict)
     root: int = 0
     reducer: str = "psum"
 
     def __str__(self) -> str:
         parts = ["flat" if self.lanes is None else f"rows of {self.lanes}"]
+        if self.by_exchange:
+            parts.append("exchanged")
         if len(self.phases) > 1:
             parts.append(f"{len(self.phases)} phases")
         if self.num_slices > 1:
@@ -164,7 +168,11 @@ def _reduce_scatter(form: TunedForm) -> Function:
             payload = lax.psum_scatter(payload, _SLICES, tiled=True)
         return payload
 
-    return scatter
+    def exchange_and_sum(payload: Array) -> Array:
+        arrived = _all_to_all(form)(payload)
+        return arrived.reshape(form.num_members, -1).sum(0).astype(payload.dtype)
+
+    return exchange_and_sum if form.by_exchange else scatter
 
 
 def _lanes_that_fit(form: TunedForm, piece: int) -> int | None:

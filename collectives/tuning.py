@@ -12,6 +12,8 @@ docs/ici.md has what they use of the links.
   1024. Integers and float16 become an all-reduce in any form.
 - Above 2,048 devices a whole reduce_scatter becomes an all-reduce: it is done over all axes but
   one of the slice, then over that.
+- A reduce_scatter among an odd number of members is not implemented in libtpu 0.0.42: it is an
+  all_to_all there, and a sum of what arrives.
 - There is no broadcast for TPUs in XLA: it is the sum of the root's payload and of zeros. That
   uses all links at half of what they could carry; a tree of permutes has one link of each chip at
   a time. A scatter is a reduce_scatter of the same kind.
@@ -184,7 +186,8 @@ def tuned_forms(case: Case) -> tuple[TunedForm, ...]:
         )
     placement = case.placement
     digits, phases = _digits(placement), None
-    if case.verb in ("reduce_scatter", "scatter") and placement.group is not None:
+    scatters = case.verb in ("reduce_scatter", "scatter")
+    if scatters and placement.group is not None:
         phases = _scatter_phases(placement.group)
     rule = next(rule for rule in RULES if rule.fits(case))
     return tuple(
@@ -194,6 +197,7 @@ def tuned_forms(case: Case) -> tuple[TunedForm, ...]:
             num_slices=1 if placement.extent is Extent.SCATTERED else placement.num_slices,
             phases=phases or (tuple(range(len(digits))),),
             lanes=lanes,
+            by_exchange=scatters and placement.num_members % 2 == 1,
             options=OPTIONS[case.generation].get(case.verb, {}),
         )
         for lanes in rule.lanes

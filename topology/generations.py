@@ -3,6 +3,7 @@
 Sources, by the letters of the table's comments:
 
 (a) cloud.google.com/tpu/docs, the page of each generation: peak FLOP/s, HBM, pod sizes, topologies.
+    Of DCN, a chip: v5p, v6e and tpu7x; v5e's is that of a pod over its chips; v4's is (c)'s.
 (b) Norrie et al., "The Design Process for Google's Training Chips: TPUv2 and TPUv3", IEEE Micro
     41(2), 2021: links of 496 and 656 Gbit/s a direction, HBM of both.
 (c) jax-ml.github.io/scaling-book: one-way bandwidth of a link of v4, v5e, v5p and v6e.
@@ -53,6 +54,8 @@ class Generation:
         can_twist: whether k x k x 2k and k x 2k x 2k may be cabled as a twisted torus.
         num_links: ICI links of a chip.
         link_bandwidth: of one link, one way, bytes/s.
+        dcn_bandwidth: of a chip's share of the data-centre network, one way, bytes/s; None where
+            slices are not joined.
         hbm_bytes: of a chip.
         hbm_bandwidth: of a chip, bytes/s.
         peak_bf16_flops: of a chip, FLOP/s.
@@ -73,6 +76,7 @@ class Generation:
     can_twist: bool = False
     num_links: int
     link_bandwidth: float
+    dcn_bandwidth: float | None = None
     hbm_bytes: int
     hbm_bandwidth: float
     peak_bf16_flops: float
@@ -150,6 +154,7 @@ _GENERATIONS = (
         can_twist=True,
         num_links=6,
         link_bandwidth=45 * GB,
+        dcn_bandwidth=6.25 * GB,
         hbm_bytes=32 * GIB,
         hbm_bandwidth=1_200 * GB,
         peak_bf16_flops=275 * TERA,
@@ -167,6 +172,7 @@ _GENERATIONS = (
         pod=Shape(16, 16),
         num_links=4,
         link_bandwidth=45 * GB,
+        dcn_bandwidth=3.125 * GB,
         hbm_bytes=16 * GIB,
         hbm_bandwidth=819 * GB,
         peak_bf16_flops=197 * TERA,
@@ -184,6 +190,7 @@ _GENERATIONS = (
         can_twist=True,
         num_links=6,
         link_bandwidth=90 * GB,
+        dcn_bandwidth=6.25 * GB,
         hbm_bytes=95 * GIB,
         hbm_bandwidth=2_765 * GB,
         peak_bf16_flops=459 * TERA,
@@ -201,6 +208,7 @@ _GENERATIONS = (
         pod=Shape(16, 16),
         num_links=4,
         link_bandwidth=90 * GB,
+        dcn_bandwidth=12.5 * GB,
         hbm_bytes=32 * GIB,
         hbm_bandwidth=1_640 * GB,
         peak_bf16_flops=918 * TERA,
@@ -217,6 +225,7 @@ _GENERATIONS = (
         pod=Shape(16, 24, 24),
         num_links=6,
         link_bandwidth=100 * GB,
+        dcn_bandwidth=12.5 * GB,
         hbm_bytes=192 * GIB,
         hbm_bandwidth=7_380 * GB,
         peak_bf16_flops=2_307 * TERA,

@@ -55,6 +55,34 @@ def test_a_phase_within_a_chip_is_no_phase_over_ici() -> None:
     assert scatter.result_bytes == PAYLOAD // 128
 
 
+def test_what_crosses_from_slice_to_slice_is_read_and_counted() -> None:
+    collectives = program("tpu7x_2x2x2_2_slices_all_reduce")
+    assert sorted(each.kind for each in collectives) == [
+        "all-gather",
+        "all-reduce",
+        "reduce-scatter",
+    ]
+    (between,) = (each for each in collectives if each.num_slices > 1)
+    assert (between.kind, between.num_slices) == ("all-reduce", 2)
+    assert between.result_bytes == PAYLOAD // 16  # a device's piece of its slice
+    system = System.parse("tpu7x:2x2x2*2")
+    found = estimate(system, np.arange(32), collectives)
+    group = lay_out_mesh(system, (32,)).axes[0].group
+    within = ideal_seconds(group, "all_reduce", PAYLOAD)
+    # Half of a piece twice, at half of a chip's 12.5 GB/s.
+    over_dcn = PAYLOAD / 16 / 6.25e9
+    assert found.seconds == pytest.approx(within + over_dcn, rel=1e-3)
+    both = ideal_seconds(group, "all_reduce", PAYLOAD, num_slices=2)
+    assert both == pytest.approx(within + over_dcn)
+
+
+def test_what_a_slice_receives_to_scatter_is_its_part() -> None:
+    collectives = program("tpu7x_2x2x2_2_slices_reduce_scatter")
+    (between,) = (each for each in collectives if each.num_slices > 1)
+    assert between.kind == "reduce-scatter"
+    assert between.result_bytes == PAYLOAD // 32
+
+
 def test_an_all_reduce_and_slice_that_are_done_as_one_are_a_reduce_scatter() -> None:
     scatter, permute = program("v5e_4x4_reduce_scatter")
     assert scatter.algorithm == "SingleInputAllReduceScatterFusion/StrategyRing"

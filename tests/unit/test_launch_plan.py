@@ -58,8 +58,8 @@ for line in sys.stdin:
         (["--topology", "v6e:2x2", "--payload", "64"], "--payload '64': expected a size"),
         (["--topology", "v6e:2x2", "--payload", "65GiB"], "at most 64GiB"),
         (["--topology", "v6e:2x2", "--plot", "a.pdf"], "expected the name of a .png file"),
-        (["--topology", "v6e:4x4*2"], "v6e:4x4.2 cannot be compiled for yet"),
-        (["--topology", "v4:4x4x8_twisted"], "cannot be compiled for yet: one slice, not twisted"),
+        (["--topology", "v3:4x4*2"], "v3 slices are not joined over DCN"),
+        (["--topology", "v4:4x4x8_twisted"], "the model of links knows no twisted torus"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -33,7 +33,8 @@ for verb, lanes, phases, num_slices, root in itertools.product(
     if len(phases) > 1 and verb not in ("reduce_scatter", "scatter"):
         continue
     form = TunedForm(
-        verb=verb, digits=digits, phases=phases, lanes=lanes, num_slices=num_slices, root=root
+        verb=verb, digits=digits, phases=phases, lanes=lanes, num_slices=num_slices, root=root,
+        by_exchange=lanes == 128 and phases == ((1,), (0,)),
     )
     members = form.num_members
     mesh = Mesh(np.array(jax.devices()).reshape(-1, *form.sizes), ("groups", *form.names))
@@ -122,6 +123,13 @@ def test_members_in_several_slices_are_done_in_two() -> None:
     assert (alike.num_slices, alike.sizes) == (2, (2, 2))
     (unlike, *_) = forms_of("v6e:4x4*2", "all_reduce", [0, 1, 16, 18])
     assert (unlike.num_slices, unlike.sizes) == (1, (4,))
+
+
+def test_an_odd_number_of_members_exchanges_instead_of_scattering() -> None:
+    for ranks in ([0, 1, 2], [0, 1, 4, 5, 8]):
+        for verb in ("reduce_scatter", "scatter"):
+            assert all(form.by_exchange for form in forms_of("v5p:4x4x4", verb, ranks))
+    assert not any(form.by_exchange for form in forms_of("v5p:4x4x4", "reduce_scatter"))
 
 
 def test_the_table_is_about_what_exists() -> None:
