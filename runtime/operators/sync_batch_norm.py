@@ -12,6 +12,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import LOWERINGS, lower
 from tpu_dist.runtime.operators.normalisation import channels, moments, widened
 from tpu_dist.runtime.operators.operator import Operator
@@ -58,10 +59,12 @@ def _combine(
     return mean, lax.rsqrt(variance + eps)
 
 
-_combine_operator = torch.ops.aten.batch_norm_gather_stats_with_counts.default
-_run_combine = Operator(
-    _combine_operator, _combine_operator, LOWERINGS["batch_norm_gather_stats_with_counts"]
-).functional()
+_run_combine = functional_kernel(
+    Operator(
+        torch.ops.aten.batch_norm_gather_stats_with_counts.default,
+        LOWERINGS["batch_norm_gather_stats_with_counts"],
+    )
+)
 
 
 def batch_norm_gather_stats_with_counts(
