@@ -29,6 +29,7 @@ READERS_OF_THE_ENVIRONMENT = {
     "collectives/planner.py",  # keeps libtpu's compiler, in a process of its own, from a TPU VM
     "launch/cli.py",  # hands it to launch/environment.py
     "launch/environment.py",
+    "recipes/titan/compatibility.py",  # torchtitan numbers devices by LOCAL_RANK
     "recipes/world.py",
     "runtime/client.py",  # sets libtpu's variables, says which ambient ones it replaces
     "runtime/coordinator.py",  # hands it on to the process it starts

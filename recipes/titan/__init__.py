@@ -1,0 +1,1 @@
+"""TorchTitan's trainer on this device: recipes for dense and mixture-of-experts models."""
