@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +109,12 @@ def flatten(value: Any) -> list[Any]:
 
 def rebuild(shape: Any, items: Sequence[Any]) -> Any:
     """`items` in the nested lists and tuples of `shape`."""
-    iterator = iter(items)
+    return _build(shape, iter(items))
 
-    def build(part: Any) -> Any:
-        if isinstance(part, (list, tuple)):
-            built = [build(item) for item in part]
-            return built if type(part) is list else tuple(built)
-        return next(iterator)
 
-    return build(shape)
+def _build(part: Any, items: Iterator[Any]) -> Any:
+    # No closure that calls itself: it would hold the tensors until the garbage collector came.
+    if isinstance(part, (list, tuple)):
+        built = [_build(item, items) for item in part]
+        return built if type(part) is list else tuple(built)
+    return next(items)

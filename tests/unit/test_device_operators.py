@@ -1,6 +1,7 @@
 """Operators on "tpu" do what they do on the CPU, natively, and compile once."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -402,3 +403,30 @@ def test_nothing_warns_of_itself() -> None:
         warnings.simplefilter("error")
         x = torch.ones(4, device="tpu", requires_grad=True)
         (x * 2).sum().backward()
+
+
+RESULTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one": lambda x: x.sin(),
+    "a tuple": lambda x: x.topk(2),
+    "a list": lambda x: torch.ops.aten.unbind_copy.int(x),
+    "lists": lambda x: torch._foreach_add([x, x], 1.0),
+    "a written one": lambda x: x.clone().mul_(2),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_are_let_go_with_their_last_name_without_the_garbage_collector(kind: str) -> None:
+    """Trainers turn the collector off: what waits for it is a leak."""
+    x = torch.arange(12.0).view(3, 4).to("tpu")
+    function = RESULTS[kind]
+    function(x)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(found) is Tensor for found in gc.get_objects())
+        for _ in range(3):
+            function(x)
+        after = sum(type(found) is Tensor for found in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after == before
