@@ -5,22 +5,24 @@ torchtitan reads the type of its device while it is imported, so `prepare` comes
 
 | shim | what it makes up for | goes with torchtitan |
 | --- | --- | --- |
-| `_without_triton` | models.moe.kernels imports triton at its top | 0.3: no such module |
+| `_WithoutTriton` | models.moe.kernels imports triton at its top | 0.3: no such module |
 | `_fill_indices` | that module's kernel is one for CUDA | 0.3: no such kernel |
 | `_peak_flops` | MFU takes a TPU for an A100 | 0.3: it knows TPUs |
 | `first_local_device` | a process's device is numbered by LOCAL_RANK | 0.3: it looks |
-| `_CpuDevice` | torch.cpu is no device module | stays: for comparing with gloo |
+| `_OnCpu`, `_CpuDevice` | torch.cpu is no device module | stays: for comparing with gloo |
+| `_count_on_cpu` | torch.histc has no integers on the CPU; MoE counts tokens with it | the same |
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
@@ -36,6 +38,7 @@ DEVICES = ("tpu", "cpu")
 
 _SERIES = "0.2."
 _KERNELS = "torchtitan.models.moe.kernels"
+_UTILS = "torchtitan.tools.utils"
 
 
 def prepare(device: str = "tpu") -> None:
@@ -53,12 +56,14 @@ def prepare(device: str = "tpu") -> None:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device}")
     if "torchtitan" not in sys.modules:
         _require_series()
-        with _without_triton(), _available_device(device):
+        with _loading_for(device):
             kernels: Any = importlib.import_module(_KERNELS)
-            utils: Any = importlib.import_module("torchtitan.tools.utils")
+            utils: Any = importlib.import_module(_UTILS)
+        if device == "cpu":
+            torch.histc = _count_on_cpu(torch.histc)
         kernels.fill_indices_wrapper = _fill_indices(kernels.fill_indices_wrapper)
         utils.get_peak_flops = _peak_flops(utils.get_peak_flops)
-    found = importlib.import_module("torchtitan.tools.utils").device_type
+    found = importlib.import_module(_UTILS).device_type
     if found != device:
         raise RecipeError(
             f"device {device!r} was asked for, and this process has imported torchtitan for "
@@ -110,7 +115,7 @@ class _Anything:
         return self
 
 
-class _KernelsLoader(importlib.machinery.SourceFileLoader):
+class _WithoutTriton(importlib.machinery.SourceFileLoader):
     """Runs the module with something called triton there, for so long only.
 
     Left there, torch would take triton for installed.
@@ -126,32 +131,48 @@ class _KernelsLoader(importlib.machinery.SourceFileLoader):
                 del sys.modules[name]
 
 
-class _KernelsFinder:
-    """Finds the one module that imports triton."""
+class _OnCpu(importlib.machinery.SourceFileLoader):
+    """Has the module that the others take their device from say that it is the CPU.
 
-    @staticmethod
+    It asks torch, which knows an accelerator, and would else take CUDA for granted.
+    """
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        vars(module).update(device_type="cpu", device_module=_CpuDevice())
+
+
+class _Finder:
+    """Finds modules of torchtitan's that must be loaded by one of the above."""
+
+    def __init__(self, loaders: Mapping[str, type[importlib.machinery.SourceFileLoader]]) -> None:
+        self._loaders = loaders
+
     def find_spec(
-        name: str, path: Any = None, target: ModuleType | None = None
+        self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _KERNELS:
+        if name not in self._loaders:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.origin is not None:
-            spec.loader = _KernelsLoader(name, spec.origin)
+            spec.loader = self._loaders[name](name, spec.origin)
         return spec
 
 
 @contextmanager
-def _without_triton() -> Iterator[None]:
-    """Have torchtitan's kernels imported where triton is not installed."""
-    if importlib.util.find_spec("triton") is not None:
-        yield
-        return
-    sys.meta_path.insert(0, _KernelsFinder)
+def _loading_for(device: str) -> Iterator[None]:
+    """Have torchtitan imported for `device`, and without triton where that is not installed."""
+    loaders: dict[str, type[importlib.machinery.SourceFileLoader]] = {}
+    if importlib.util.find_spec("triton") is None:
+        loaders[_KERNELS] = _WithoutTriton
+    if device == "cpu":
+        loaders[_UTILS] = _OnCpu
+    finder = _Finder(loaders)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(_KernelsFinder)
+        sys.meta_path.remove(finder)
 
 
 def _fill_indices(triton_wrapper: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -212,25 +233,16 @@ def _peak_flops(known: Callable[[str], float]) -> Callable[[str], float]:
     return get_peak_flops
 
 
-@contextmanager
-def _available_device(device: str) -> Iterator[None]:
-    """Have torch say that `device` is the one available while torchtitan asks, as it is imported.
+def _count_on_cpu(histc: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return torch.histc that counts integers on the CPU, too, as it does on CUDA and here."""
 
-    Without this torchtitan takes CUDA for granted where the device is a CPU.
-    """
-    if device != "cpu":
-        yield
-        return
-    asked = ("_get_available_device_type", "_get_device_module")
-    kept = {name: getattr(torch._utils, name) for name in asked}
-    cpu = _CpuDevice()
-    for name, answer in zip(asked, ("cpu", cpu), strict=True):
-        setattr(torch._utils, name, lambda *_, answer=answer: answer)
-    try:
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(torch._utils, name, function)
+    @functools.wraps(histc)
+    def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return histc(tensor, *args, **kwargs)
+        return histc(tensor.float(), *args, **kwargs).to(tensor.dtype)
+
+    return count
 
 
 class _CpuDevice:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import JobConfig
 from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools.utils import device_type
@@ -51,10 +53,39 @@ def _adapted(spec: TrainSpec) -> TrainSpec:
     parallelize = spec.parallelize_fn
     return dataclasses.replace(
         spec,
+        model_args={flavor: _adapted_args(args) for flavor, args in spec.model_args.items()},
         build_tokenizer_fn=build_tokenizer,
         build_metrics_processor_fn=lambda job_config, dims, args: DeviceMetrics(job_config, dims),
         parallelize_fn=_summing(parallelize) if device_type == "cpu" else parallelize,
     )
+
+
+def _adapted_args(args: Any) -> Any:
+    if getattr(args, "attn_type", "sdpa") != "sdpa":  # those are compiled by inductor, for CUDA
+        args = dataclasses.replace(args, attn_type="sdpa", attn_mask_type="causal")
+    if getattr(args, "moe_args", None) and getattr(args, "moe_enabled", True):
+        return _multiplying_groups(args)
+    if getattr(args, "enable_weight_tying", False):
+        # torch 2.13's FSDP2 takes tied weights in one group only; torchtitan 0.2.2 makes two.
+        return dataclasses.replace(args, enable_weight_tying=False)
+    return args
+
+
+def _multiplying_groups(args: Any) -> Any:
+    """Have experts multiply in one grouped product: torchtitan would loop where CUDA is not.
+
+    The loop asks the host how many tokens each expert got, and has programs of as many shapes.
+    """
+
+    class GroupedArgs(type(args)):  # type: ignore[misc]  # torchtitan is untyped
+        def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
+            self.moe_args.use_grouped_mm = False  # else it is said to be given up
+            super().update_from_config(job_config, **kwargs)
+            self.moe_args.use_grouped_mm = True
+
+    grouped = copy.deepcopy(args)
+    grouped.__class__ = GroupedArgs
+    return grouped
 
 
 def _summing(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -103,3 +103,27 @@ def test_options_that_make_no_sense_are_refused(
     assert status == 2
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # As published with the weights. Of the mixtures, DeepSeek counts the routers' biases, which
+        # are buffers here: 256 for each of 58 layers.
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+        ("qwen3_32b", 32_762_123_264),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("qwen3_235b_a22b", 235_093_634_560),
+        ("deepseek_v3_671b", 671_026_419_200),
+    ],
+)
+def test_large_models_are_the_published_ones_and_fit_their_pods(
+    name: str, parameters: int, found: dict[str, Any]
+) -> None:
+    model = found["large"][name]
+    biases = model["biases"] if name.startswith("deepseek") else 0
+    assert model["parameters"] + biases == parameters
+    assert model["attention"] == "sdpa"
+    assert model["grouped"] is not False or name == "qwen3_32b"
