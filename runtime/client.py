@@ -13,11 +13,11 @@ from typing import Any
 
 from tpu_dist.runtime.coordinator import CoordinatorConnection
 from tpu_dist.runtime.environment import RuntimeConfig
-from tpu_dist.runtime.tpu_environment import tpu_environment
 from tpu_dist.runtime.transport_threads import run_behind_others, thread_ids
 from tpu_dist.topology.chips import scan_devices
 from tpu_dist.topology.discovery import discover
 from tpu_dist.topology.errors import BringUpError
+from tpu_dist.topology.tpu_environment import tpu_environment
 
 _logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ READERS_OF_THE_ENVIRONMENT = {
     "runtime/coordinator.py",  # hands it on to the process it starts
     "runtime/device/place.py",  # as runtime/runtime.py
     "runtime/environment.py",
-    "runtime/runtime.py",  # hands libtpu's variables to runtime/tpu_environment.py
+    "runtime/runtime.py",  # hands libtpu's variables to topology/tpu_environment.py
     "tpu_dist/__init__.py",
     "tpu_dist/_autoload.py",
 }

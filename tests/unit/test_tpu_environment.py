@@ -1,6 +1,7 @@
 """What libtpu is told, against the vectors of torch_xla and JAX's bounds table."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from fake_hosts import accel_host, vfio_host
 from tpu_dist.errors import BringUpError, TopologyError
 from tpu_dist.runtime.client import prepare_tpu
 from tpu_dist.runtime.environment import RuntimeConfig
-from tpu_dist.runtime.tpu_environment import tpu_environment
+from tpu_dist.topology.coordinates import HostId
 from tpu_dist.topology.discovery import Place, discover
+from tpu_dist.topology.system import System
+from tpu_dist.topology.tpu_environment import AMBIENT, host_environment, tpu_environment
 
 ALONE = {"TPU_SKIP_MDS_QUERY": "1"}
 NOWHERE = Path("/nowhere")
@@ -138,6 +141,80 @@ def test_what_was_set_for_libtpu_says_the_same_when_it_is_read_again(
             here.hostnames,
         )
         assert tpu_environment(again, local_rank=local_rank, local_world_size=4) == variables
+
+
+@pytest.mark.parametrize(
+    ("topology", "chips_per_host", "bounds"),
+    [
+        ("v4:2x2x2*2", None, "2,2,2"),
+        ("v5e:4x8*3", 8, "4,8,1"),
+        ("v6e:2x4*2", 8, "2,4,1"),
+        ("v5p:4x4x4*4", None, "4,4,4"),
+        ("tpu7x:2x2x4*2", None, "2,2,4,2"),
+        ("v3:4x4*2", None, "4,4,1,2"),
+    ],
+)
+def test_each_slice_of_several_has_all_its_processes_and_all_find_the_coordinator(
+    tmp_path: Path, topology: str, chips_per_host: int | None, bounds: str
+) -> None:
+    system = System.parse(topology, chips_per_host=chips_per_host)
+    slice_, workers = system.slice, system.slice.devices_per_host
+    if chips_per_host is not None:  # which only the hardware says
+        vfio_host(tmp_path, EIGHT_CHIPS[slice_.generation.name], chips=8, nodes=8)
+    for index in range(system.num_slices):
+        names = tuple(f"slice{index}-host{host}" for host in range(slice_.num_hosts))
+        tasks = []
+        for host in range(slice_.num_hosts):
+            here = Place(
+                system=system,
+                slice_index=index,
+                host=HostId(host),
+                hostnames=names,
+                coordinator="slice0-host0",
+                origins={},
+            )
+            for local_rank in range(workers):
+                variables = tpu_environment(
+                    here, local_rank=local_rank, local_world_size=workers
+                ) | host_environment(here)
+                assert variables["TPU_PROCESS_BOUNDS"] == bounds
+                task = int(variables["CLOUD_TPU_TASK_ID"])
+                addresses = variables["TPU_PROCESS_ADDRESSES"].split(",")
+                assert len(addresses) == slice_.num_devices
+                assert addresses[task] == f"{names[host]}:{variables['TPU_PROCESS_PORT']}"
+                assert variables["MEGASCALE_COORDINATOR_ADDRESS"] == "slice0-host0"
+                assert variables["MEGASCALE_NUM_SLICES"] == str(system.num_slices)
+                assert variables["MEGASCALE_SLICE_ID"] == str(index)
+                assert variables["MEGASCALE_PORT"] == str(8081 + local_rank)
+                assert set(variables) <= AMBIENT | {"ALLOW_MULTIPLE_LIBTPU_LOAD"}
+                tasks.append(task)
+                # A worker that finds out for itself comes to the same.
+                again = place(variables | {"TPU_ACCELERATOR_TYPE": type_of(system)}, tmp_path)
+                assert (again.host, again.slice_index) == (host, index)
+                assert again.hostnames == (names if slice_.num_hosts > 1 else names[:1])
+        assert tasks == list(range(slice_.num_devices))
+
+
+EIGHT_CHIPS = {"v5e": "0x0063", "v6e": "0x006f"}  # PCI devices
+
+
+def type_of(system: System) -> str:
+    generation = system.slice.generation
+    name = {"v5e": "v5litepod"}.get(generation.name, generation.name)
+    return f"{name}-{system.slice.num_chips * generation.cores_per_chip_in_names}"
+
+
+def test_several_slices_need_to_know_who_joins_them() -> None:
+    here = Place(system=System.parse("v6e:2x4*2", chips_per_host=8), origins={})
+    with pytest.raises(TopologyError, match="Set MEGASCALE_COORDINATOR_ADDRESS"):
+        tpu_environment(here, local_rank=0, local_world_size=8)
+
+
+def test_an_address_of_ipv6_is_written_so_that_a_port_can_follow(tmp_path: Path) -> None:
+    here = replace(v4_16(tmp_path, 0), hostnames=("fd00::1", "[fd00::2]"))
+    variables = tpu_environment(here, local_rank=0, local_world_size=4)
+    assert variables["TPU_PROCESS_ADDRESSES"].startswith("[fd00::1]:8476,[fd00::1]:8477,")
+    assert "[fd00::2]:8476" in variables["TPU_PROCESS_ADDRESSES"]
 
 
 @pytest.mark.parametrize(
