@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/installed
 CODE := topology runtime collectives tpu_dist launch recipes tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint unit scale multi conformance benchmark clean
+.PHONY: help train test lint unit scale multi conformance benchmark stubs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
@@ -47,6 +47,15 @@ conformance: $(INSTALLED)
 
 benchmark: $(INSTALLED)
 	$(BIN)/python benchmarks/collectives.py $(ARGS)
+
+# The Python of launch/service/rendezvous.proto, by the lowest grpcio-tools that is supported: what it
+# generates runs with it and all later ones.
+STUBS := build/stubs
+stubs:
+	$(PYTHON) -m venv --clear $(STUBS)
+	$(STUBS)/bin/pip install --quiet --disable-pip-version-check "grpcio-tools==1.76.0"
+	$(STUBS)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+		tpu_dist/launch/service/rendezvous.proto
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -63,8 +63,9 @@ class Import:
         return first if first in FOLDERS else FACE
 
 
-# What is loaded with the first tensor on the device, which needs JAX: it may be at their top.
-LATE = "runtime/operators"
+# What is loaded with the first tensor on the device, which needs JAX, and with the rendezvous of
+# several hosts, which needs gRPC: these may be at their top.
+LATE = ("runtime/operators", "launch/service")
 
 
 def files_of(floor: str) -> list[Path]:
@@ -73,7 +74,7 @@ def files_of(floor: str) -> list[Path]:
 
 
 def is_late(file: str) -> bool:
-    return file.startswith(f"{LATE}/")
+    return file.startswith(tuple(f"{folder}/" for folder in LATE))
 
 
 def parsed(path: Path) -> ast.Module:
@@ -140,13 +141,14 @@ def test_no_floor_is_imported_by_its_bare_name() -> None:
 
 
 def test_jax_and_grpc_are_imported_only_where_they_are_used() -> None:
-    late = {"jax", "jaxlib", "grpc", "libtpu"}
+    late = {"jax", "jaxlib", "grpc", "grpc_health", "google", "libtpu"}
     found = [found for found in every_import() if found.early and found.package in late]
     assert not [f for f in found if not is_late(f.file)]
 
 
-def test_the_operators_are_imported_only_where_they_are_used() -> None:
-    module = "tpu_dist." + LATE.replace("/", ".")
+@pytest.mark.parametrize("folder", LATE)
+def test_what_is_loaded_late_is_imported_only_where_it_is_used(folder: str) -> None:
+    module = "tpu_dist." + folder.replace("/", ".")
     early = [f for f in every_import() if f.early and f.module.startswith(module)]
     assert not [f for f in early if not is_late(f.file)]
 
