@@ -1,6 +1,7 @@
 """How a view lies in its storage: read it from, and write it to, an array, in terms of XLA.
 
-All functions here are traced; sizes, strides and offsets are in elements and known.
+All functions here are traced; sizes, strides and offsets are in elements and known. An offset may
+be traced too (`at`): then the one given stands for all whose cuts have the same shape.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def dense_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] |
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """A view as a rectangular cut of the storage, seen as a row-major array.
 
     Attributes:
@@ -70,8 +71,24 @@ class _Cut:
     lengths: tuple[int, ...]
     order: tuple[int, ...]
 
+    def ends_inside(self, elements: int) -> bool:
+        """Whether the rows of the cut are among those that a storage has in full."""
+        return (self.starts[0] + self.lengths[0]) * math.prod(self.dims[1:]) <= elements
 
-def _cut(size: Sequence[int], stride: Sequence[int], offset: int) -> _Cut | None:
+    def moved(
+        self, at: Array, elements: int, *, padded: bool
+    ) -> tuple[tuple[int, ...], list[Array]]:
+        """The shape to see the storage in, and the starts, where `at` is the view's offset."""
+        pitches = [math.prod(self.dims[place + 1 :]) for place in range(len(self.dims))]
+        rows = -(-elements // pitches[0]) if padded else elements // pitches[0]
+        starts = []
+        for pitch in pitches:
+            starts.append(at // pitch)
+            at = at % pitch
+        return (rows, *self.dims[1:]), starts
+
+
+def cut_of(size: Sequence[int], stride: Sequence[int], offset: int) -> Cut | None:
     """The view as a cut; None where it is none (overlapping windows, odd strides)."""
     order = [dim for dim in range(len(size)) if size[dim] != 1 and stride[dim] != 0]
     order.sort(key=lambda dim: -stride[dim])
@@ -87,7 +104,7 @@ def _cut(size: Sequence[int], stride: Sequence[int], offset: int) -> _Cut | None
         lengths.append(size[dim])
         left %= pitch
     if pitch is None:  # one element
-        return _Cut((offset + 1,), (offset,), (1,), ())
+        return Cut((offset + 1,), (offset,), (1,), ())
     dims.insert(0, starts[0] + lengths[0])
     if pitch > 1:
         dims.append(pitch)
@@ -95,7 +112,12 @@ def _cut(size: Sequence[int], stride: Sequence[int], offset: int) -> _Cut | None
         lengths.append(1)
     if any(s + n > d for s, n, d in zip(starts, lengths, dims, strict=True)):
         return None
-    return _Cut(tuple(dims), tuple(starts), tuple(lengths), tuple(order))
+    return Cut(tuple(dims), tuple(starts), tuple(lengths), tuple(order))
+
+
+def _moved(cut: Cut, at: Array, flat: Array) -> tuple[tuple[int, ...], Any]:
+    elements = flat.shape[0]
+    return cut.moved(at, elements, padded=not cut.ends_inside(elements))
 
 
 def _as_dims(flat: Array, dims: tuple[int, ...]) -> Array:
@@ -109,14 +131,14 @@ def _as_dims(flat: Array, dims: tuple[int, ...]) -> Array:
     return flat.reshape(dims)
 
 
-def _positions(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray[Any, Any]:
+def _positions(size: Sequence[int], stride: Sequence[int], offset: Any) -> Any:
     """The place in the storage of every element."""
-    places = np.full(tuple(size), offset, np.int64)
+    places = np.zeros(tuple(size), np.int64)
     for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
         shape = [1] * len(size)
         shape[dim] = length
         places += (np.arange(length) * step).reshape(shape)
-    return places
+    return places + offset
 
 
 def bitcast(flat: Array, dtype: np.dtype[Any]) -> Array:
@@ -149,8 +171,10 @@ def read(
     size: Sequence[int],
     stride: Sequence[int],
     offset: int,
+    at: Array = None,
 ) -> Array:
     """The view's elements, as an array of shape `size`."""
+    from jax import lax
     from jax import numpy as jnp
 
     size = tuple(size)
@@ -161,12 +185,16 @@ def read(
     if same and array.size == count and not offset and is_contiguous(size, stride):
         return array if array.shape == size else array.reshape(size)
     flat = bitcast(array.reshape(-1), dtype)
-    cut = _cut(size, stride, offset)
+    cut = cut_of(size, stride, offset)
     if cut is None:
-        return flat[_positions(size, stride, offset)]
-    part = _as_dims(flat, cut.dims)
-    limits = [s + n for s, n in zip(cut.starts, cut.lengths, strict=True)]
-    part = part[tuple(slice(s, e) for s, e in zip(cut.starts, limits, strict=True))]
+        return flat[_positions(size, stride, offset if at is None else at)]
+    if at is None:
+        part = _as_dims(flat, cut.dims)
+        limits = [s + n for s, n in zip(cut.starts, cut.lengths, strict=True)]
+        part = part[tuple(slice(s, e) for s, e in zip(cut.starts, limits, strict=True))]
+    else:
+        dims, starts = _moved(cut, at, flat)
+        part = lax.dynamic_slice(_as_dims(flat, dims), starts, cut.lengths)
     kept = [size[dim] for dim in cut.order]
     part = part.reshape(kept)
     back = sorted(range(len(kept)), key=lambda place: cut.order[place])
@@ -182,6 +210,7 @@ def write(
     size: Sequence[int],
     stride: Sequence[int],
     offset: int,
+    at: Array = None,
 ) -> Array:
     """The storage's array with the view's elements replaced by `new`, of shape `size`.
 
@@ -193,17 +222,18 @@ def write(
     if not math.prod(size):
         return array
     flat = bitcast(array.reshape(-1), dtype)
-    cut = _cut(size, stride, offset)
+    cut = cut_of(size, stride, offset)
     if cut is None:
-        flat = flat.at[_positions(size, stride, offset)].set(new)
+        flat = flat.at[_positions(size, stride, offset if at is None else at)].set(new)
     else:
         count = flat.shape[0]
-        covered = math.prod(cut.dims)
-        whole = _as_dims(flat, cut.dims)
+        dims, starts = (cut.dims, cut.starts) if at is None else _moved(cut, at, flat)
+        covered = math.prod(dims)
+        whole = _as_dims(flat, dims)
         ranked = sorted(cut.order)
         part = new.reshape([size[dim] for dim in ranked])
         part = part.transpose([ranked.index(dim) for dim in cut.order]).reshape(cut.lengths)
-        whole = lax.dynamic_update_slice(whole, part, cut.starts).reshape(-1)
+        whole = lax.dynamic_update_slice(whole, part, starts).reshape(-1)
         if covered < count:
             whole = lax.dynamic_update_slice(flat, whole, (0,))
         flat = whole[:count]

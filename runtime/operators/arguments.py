@@ -16,6 +16,8 @@ from tpu_dist.runtime.device.place import place
 from tpu_dist.runtime.device.tensors import fill_storage
 from tpu_dist.runtime.device.transfer import to_numpy
 from tpu_dist.runtime.operators.lowering import Lowering
+from tpu_dist.runtime.operators.offsets import offset_of
+from tpu_dist.runtime.operators.programs import TRACING
 from tpu_dist.runtime.operators.templates import HostScalar, Number, View
 
 Array = Any
@@ -38,9 +40,9 @@ _KINDS = {
 
 def kind_of(argument: Any, lowering: Lowering) -> int:
     """What an argument of a schema is."""
-    if argument.name in lowering.traced:
-        return NUMBER
     kind = _KINDS.get(str(argument.type), STATIC)
+    if kind == STATIC and argument.name in lowering.traced:
+        return NUMBER
     if kind in (NUMBER, NUMBERS) and ("*" in lowering.static or argument.name in lowering.static):
         return STATIC
     return kind
@@ -59,6 +61,9 @@ def collect(
     """
     for value, kind in zip(values, kinds, strict=False):
         if kind == TENSOR:
+            if type(value) in _NUMBERS:
+                _collect_number(value, key, operands, boxes)
+                continue
             try:
                 box = value.untyped_storage()._tpu
             except AttributeError:
@@ -71,17 +76,14 @@ def collect(
                 if array is None:
                     key += (value.shape, value.stride(), value.dtype)
                     continue
-            key += (
-                value.shape,
-                value.stride(),
-                value.storage_offset(),
-                value.dtype,
-                array.shape,
-                box.dtype,
-            )
-            operands.append(array)
-            if boxes is not None:
-                boxes.append(box)
+            offset = value.storage_offset()
+            if offset and not TRACING.depth:
+                _collect_offset(value, box, offset, key, operands, boxes)
+            else:
+                key += (value.shape, value.stride(), offset, value.dtype, array.shape, box.dtype)
+                operands.append(array)
+                if boxes is not None:
+                    boxes.append(box)
         elif kind == STATIC:
             key.append(tuple(value) if type(value) is list else value)
             if type(value) is float or type(value) is bool:
@@ -94,31 +96,69 @@ def collect(
                 inner = TENSOR if kind == TENSORS else NUMBER
                 collect(value, [inner] * len(value), key, operands, boxes)
         elif kind == NUMBER:
-            _collect_other(value, key, operands, boxes)
+            if type(value) in _NUMBERS:
+                _collect_number(value, key, operands, boxes)
+            else:
+                _collect_other(value, key, operands, boxes)
+
+
+def _collect_offset(
+    value: torch.Tensor,
+    box: Box,
+    offset: int,
+    key: list[Any],
+    operands: list[Array],
+    boxes: list[Box | None] | None,
+) -> None:
+    """A tensor that begins somewhere in its storage."""
+    array = box.array
+    shape, stride, dtype = value.shape, value.stride(), value.dtype
+    token, operand = offset_of(shape, stride, offset, box.nbytes // dtype.itemsize)
+    key += (shape, stride, token, dtype, array.shape, box.dtype)
+    operands.append(array)
+    if boxes is not None:
+        boxes.append(box)
+    if operand is not None:
+        operands.append(operand)
+        if boxes is not None:
+            boxes.append(None)
 
 
 def _collect_other(
     value: Any, key: list[Any], operands: list[Array], boxes: list[Box | None] | None
 ) -> None:
-    """A number, None, or a CPU tensor, where a tensor or a number may be."""
+    """None, a CPU tensor, or what stands for a number, where a tensor or a number may be."""
     if value is None:
         key.append(None)
         return
-    kind = type(value)
-    if kind is float and _is_narrow(operands):
-        key.append(kind)
-        operands.append(place().narrow_scalar(value))
-    elif kind is int or kind is float or kind is bool or kind is complex:
-        key.append(kind)
-        operands.append(place().scalar(value))
-    elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0:
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0:
         key += ("host", value.dtype)
         operands.append(place().put(to_numpy(value.detach().clone())))
     elif isinstance(value, torch.Tensor):
         raise _wrong_device(value)
     else:
-        key.append(kind)
+        key.append(type(value))
         operands.append(place().scalar(value.item() if hasattr(value, "item") else float(value)))
+    if boxes is not None:
+        boxes.append(None)
+
+
+_NUMBERS = frozenset({bool, int, float, complex})
+
+
+def _collect_number(
+    value: bool | int | float | complex,
+    key: list[Any],
+    operands: list[Array],
+    boxes: list[Box | None] | None,
+) -> None:
+    kind = type(value)
+    key.append(kind)
+    home = place()
+    if kind is float and _is_narrow(operands):
+        operands.append(home.narrow_scalar(value))  # type: ignore[arg-type]
+    else:
+        operands.append(home.scalar(value))
     if boxes is not None:
         boxes.append(None)
 
@@ -128,7 +168,10 @@ _WIDE = frozenset(np.dtype(name) for name in ("float64", "complex128"))
 
 def _is_narrow(operands: list[Array]) -> bool:
     """Whether what is computed with these is float32 at most: 64-bit operands cost 2 us a call."""
-    return 0 < len(operands) <= 3 and all(operand.dtype not in _WIDE for operand in operands)
+    for operand in operands:
+        if operand.dtype in _WIDE:
+            return False
+    return 0 < len(operands) <= 3
 
 
 def _wrong_device(tensor: torch.Tensor) -> Exception:
@@ -159,7 +202,15 @@ class TemplateMaker:
     def view(self, tensor: torch.Tensor) -> View:
         """A leaf for a tensor on the device, whose storage has been filled."""
         box: Box = tensor.untyped_storage()._tpu  # type: ignore[attr-defined]
-        return View.of(tensor, None if box.array is None else self._next())
+        if box.array is None:
+            return View.of(tensor, None)
+        operand, at = self._next(), None
+        offset = int(tensor.storage_offset())
+        if offset and not TRACING.depth:
+            elements = box.nbytes // tensor.dtype.itemsize
+            if offset_of(tensor.shape, tensor.stride(), offset, elements).operand is not None:
+                at = self._next()
+        return View.of(tensor, operand, at)
 
     def _next(self) -> int:
         self.count += 1

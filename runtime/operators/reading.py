@@ -12,6 +12,7 @@ from tpu_dist.runtime.device.dtypes import array_dtype
 from tpu_dist.runtime.device.geometry import read
 from tpu_dist.runtime.device.place import place
 from tpu_dist.runtime.device.tensors import fill_storage
+from tpu_dist.runtime.operators.offsets import offset_of
 from tpu_dist.runtime.operators.programs import compile_program, is_tracing, program_cache
 from tpu_dist.runtime.operators.templates import View
 
@@ -36,7 +37,7 @@ def read_view(tensor: torch.Tensor) -> Array:
     """The elements of a tensor on the device as an array of its shape; the storage's own, if so."""
     box = box_of(tensor)
     fill_storage(tensor, box)
-    view = View.of(tensor, None if box.array is None else 0)
+    view = View.of(tensor, None)
     array = box.array
     if array is None:
         return place().put(np.zeros(view.size, array_dtype(view.dtype)))
@@ -46,12 +47,17 @@ def read_view(tensor: torch.Tensor) -> Array:
     if array.shape == view.size and box.dtype is view.dtype and not view.offset:
         if tensor.is_contiguous():
             return array
-    key = (array.shape, array.dtype, view)
+    operands, token = [array], view.offset
+    if token:
+        elements = box.nbytes // view.dtype.itemsize
+        token, at = offset_of(view.size, view.stride, view.offset, elements)
+        operands += [] if at is None else [at]
+    key = (array.shape, array.dtype, view.dtype, view.size, view.stride, token)
     reader = _readers.get(key)
     if reader is None:
 
-        def run(operand: Array) -> tuple[Array, ...]:
-            return (read(operand, dtype, view.size, view.stride, view.offset),)
+        def run(operand: Array, at: Array = None) -> tuple[Array, ...]:
+            return (read(operand, dtype, view.size, view.stride, view.offset, at),)
 
-        reader = _readers[key] = compile_program(run, [array])
-    return reader(array)[0]
+        reader = _readers[key] = compile_program(run, operands)
+    return reader(*operands)[0]

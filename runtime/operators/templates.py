@@ -16,25 +16,32 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of the call: how it lies in the array of an operand; operand None: no elements."""
+    """A tensor of the call: how it lies in the array of an operand; operand None: no elements.
+
+    Attributes:
+        at: the operand that its offset is, where that differs between calls of one program; then
+            `offset` is that of one call.
+    """
 
     operand: int | None
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    at: int | None = None
 
     @staticmethod
-    def of(tensor: torch.Tensor, operand: int | None) -> View:
+    def of(tensor: torch.Tensor, operand: int | None, at: int | None = None) -> View:
         """The geometry of `tensor`."""
         size, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return View(operand, tensor.dtype, size, stride, int(tensor.storage_offset()))
+        return View(operand, tensor.dtype, size, stride, int(tensor.storage_offset()), at)
 
     def read(self, arrays: Sequence[Array]) -> Array:
         """Its elements."""
         array = None if self.operand is None else arrays[self.operand]
         dtype = array_dtype(self.dtype)
-        return read(array, dtype, self.size, self.stride, self.offset)
+        at = None if self.at is None else arrays[self.at]
+        return read(array, dtype, self.size, self.stride, self.offset, at)
 
     def meta(self) -> torch.Tensor:
         """A tensor like it without contents."""

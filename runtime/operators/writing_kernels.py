@@ -15,6 +15,7 @@ from tpu_dist.runtime.device.modes import is_blocking
 from tpu_dist.runtime.device.tensors import fill_storage
 from tpu_dist.runtime.operators.answers import ask
 from tpu_dist.runtime.operators.fallback import fall_back
+from tpu_dist.runtime.operators.offsets import Offset, offset_of
 from tpu_dist.runtime.operators.operator import (
     REFUSED,
     Kernel,
@@ -43,12 +44,11 @@ def writing_kernel(operator: Operator) -> Kernel:
         boxes: list[Box | None] = []
         key, operands = operator.collect(args, kwargs, boxes)
         targets = out_tensors or flatten([args[place] for place in operator.written])
-        if operator.outs:
-            _add_bases(out_tensors, key, operands, boxes)
+        ats = _add_outs(out_tensors, key, operands, boxes) if outs else []
         target_boxes = [box_of(target) for target in targets]
-        donated = _describe_targets(targets, target_boxes, key, operands, boxes)
+        donated = _describe_targets(targets, target_boxes, key, boxes)
         if is_tracing():
-            return _trace(operator, args, kwargs, targets, target_boxes, operands, boxes)
+            return _trace(operator, args, kwargs, targets, ats, target_boxes, operands, boxes)
         index = tuple(key)
         program = programs.get(index)
         if random:
@@ -59,7 +59,7 @@ def writing_kernel(operator: Operator) -> Kernel:
                     kwargs.update(zip(outs, out_tensors, strict=True))
                     return kernel(*args, **kwargs)
                 program = _build(
-                    operator, args, kwargs, targets, target_boxes, operands, boxes, donated
+                    operator, args, kwargs, targets, ats, target_boxes, operands, boxes, donated
                 )
             except NotLowered:
                 program = REFUSED
@@ -117,15 +117,19 @@ def _writer(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     targets: Sequence[torch.Tensor],
+    ats: Sequence[int | None],
     target_boxes: Sequence[Box],
     boxes: Sequence[Box | None],
 ) -> tuple[Callable[..., tuple[list[Array], Any]], list[torch.dtype]]:
     """What computes the new arrays of the storages that are written to, and their dtypes."""
-    if not operator.outs and operator.natural is not operator.overload:
+    if operator.outs:
+        views = [View.of(out, None, at) for out, at in zip(targets, ats, strict=True)]
+    else:
         positional, keywords, _ = operator.templates(args, kwargs)
-        ask(operator.overload, positional, keywords)
+        views = flatten([positional[place] for place in operator.written])
+        if operator.natural is not operator.overload:
+            ask(operator.overload, positional, keywords)
     results, _, _ = operator.evaluator(args, kwargs, targets[0] if operator.outs else None)
-    views = [View.of(target, None) for target in targets]
     bases = {box: boxes.index(box) for box in target_boxes if box in boxes}
     wholes = [_is_whole(t, b) for t, b in zip(targets, target_boxes, strict=True)]
 
@@ -149,6 +153,7 @@ def _writer(
                     view.size,
                     view.stride,
                     view.offset,
+                    None if view.at is None else arrays[view.at],
                 )
             else:
                 states.setdefault(box, value.reshape(-1))
@@ -166,12 +171,13 @@ def _build(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     targets: Sequence[torch.Tensor],
+    ats: Sequence[int | None],
     target_boxes: Sequence[Box],
     operands: list[Array],
     boxes: Sequence[Box | None],
     donated: Sequence[int],
 ) -> Program:
-    new_arrays, dtypes = _writer(operator, args, kwargs, targets, target_boxes, boxes)
+    new_arrays, dtypes = _writer(operator, args, kwargs, targets, ats, target_boxes, boxes)
     has_flag = False
 
     def run(*arrays: Array) -> tuple[Array, ...]:
@@ -191,6 +197,7 @@ def _trace(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     targets: Sequence[torch.Tensor],
+    ats: Sequence[int | None],
     target_boxes: Sequence[Box],
     operands: Sequence[Array],
     boxes: Sequence[Box | None],
@@ -200,20 +207,24 @@ def _trace(
     if operator.outs and _resize_outs(operator, args, kwargs, targets):
         kwargs = dict(kwargs, **dict(zip(operator.outs, targets, strict=True)))
         return operator.overload(*args, **kwargs)
-    new_arrays, dtypes = _writer(operator, args, kwargs, targets, target_boxes, boxes)
+    new_arrays, dtypes = _writer(operator, args, kwargs, targets, ats, target_boxes, boxes)
     states, _ = new_arrays(operands)
     for box, array, dtype in zip(dict.fromkeys(target_boxes), states, dtypes, strict=True):
         box.put(array, dtype)
     return _returned(operator, args, targets if operator.outs else ())
 
 
-def _add_bases(
+def _add_outs(
     outs: Sequence[torch.Tensor],
     key: list[Any],
     operands: list[Array],
     boxes: list[Box | None],
-) -> None:
-    """Make operands of the storages that out= tensors fill only in part."""
+) -> list[int | None]:
+    """Add to `key` how out= tensors lie, and make operands of the storages that they fill in part.
+
+    Returns which operand is the offset of each, if one is.
+    """
+    ats: list[int | None] = []
     for out in outs:
         try:
             box = box_of(out)
@@ -227,16 +238,25 @@ def _add_bases(
                 key += (box.array.shape, box.dtype)
                 operands.append(box.array)
                 boxes.append(box)
+        shape, stride, dtype = out.shape, out.stride(), out.dtype
+        offset = Offset(int(out.storage_offset()), None)
+        if offset.token and not is_tracing():
+            offset = offset_of(shape, stride, offset.token, box.nbytes // dtype.itemsize)
+        key += (shape, stride, offset.token, dtype)
+        ats.append(None if offset.operand is None else len(operands))
+        if offset.operand is not None:
+            operands.append(offset.operand)
+            boxes.append(None)
+    return ats
 
 
 def _describe_targets(
     targets: Sequence[torch.Tensor],
     target_boxes: Sequence[Box],
     key: list[Any],
-    operands: Sequence[Array],
     boxes: Sequence[Box | None],
 ) -> list[int]:
-    """Add to `key` how targets lie in which storages; returns which operands may be donated."""
+    """Add to `key` which storages targets are in; returns which operands may be donated."""
     donated = []
     if len(boxes) == 1:  # most: one tensor, written in place
         box = target_boxes[0]
@@ -251,17 +271,9 @@ def _describe_targets(
             doubled.add(box_)
         else:
             places[box_] = place_
-    for target, box in zip(targets, target_boxes, strict=True):
+    for box in target_boxes:
         base = places.get(box, -1)
-        key += (
-            target.shape,
-            target.stride(),
-            target.storage_offset(),
-            target.dtype,
-            box.dtype,
-            box.nbytes,
-            base,
-        )
+        key += (box.dtype, box.nbytes, base)
         if base >= 0 and not box.shared and box not in doubled and base not in donated:
             donated.append(base)
     if len(target_boxes) > 1:
