@@ -6,12 +6,15 @@ What changes from step to step (lr, betas, the step's number) is traced: it comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from jax import numpy as jnp
 
-from tpu_dist.runtime.operators.lowering import lower
+from tpu_dist.runtime.operators.lowering import LOWERINGS, lower
+from tpu_dist.runtime.operators.operator import Kernel, Operator
+from tpu_dist.runtime.operators.writing_kernels import writing_kernel
 
 Array = Any
 Arrays = Sequence[Array]
@@ -52,7 +55,7 @@ def _adam(
     new: tuple[list[Array], ...] = ([], [], [], [], [])
     for place, param in enumerate(params):
         p, m, v = _wide(param), _wide(averages[place]), _wide(squares[place])
-        rate, b1, b2 = lr.astype(p.dtype), beta1.astype(p.dtype), beta2.astype(p.dtype)
+        rate, b1, b2 = lr.reshape(()).astype(p.dtype), beta1.astype(p.dtype), beta2.astype(p.dtype)
         decay, step = weight_decay.astype(p.dtype), steps[place].astype(p.dtype)
         unscaled = _unscaled(_wide(grads[place]), grad_scale)
         g = -unscaled if maximize else unscaled
@@ -72,6 +75,16 @@ def _adam(
         new[2].append(_kept(found_inf, m, first))
         new[3].append(_kept(found_inf, v, second))
     return new
+
+
+def _on_cpu_as_number(kernel: Kernel) -> Kernel:
+    """A learning rate of one element on the CPU is a number, whatever its shape."""
+
+    def run(*args: Any, lr: torch.Tensor, **kwargs: Any) -> None:
+        rate = lr.reshape(()) if lr.device.type == "cpu" else lr
+        kernel(*args, lr=rate, **kwargs)
+
+    return run
 
 
 _TRACED = ("lr", "beta1", "beta2", "weight_decay", "eps", "dampening")
@@ -109,6 +122,17 @@ def _sgd(
             moved = g if is_first_step else old * momentum + (1 - dampening.astype(p.dtype)) * g
             new[2].append(_kept(found_inf, old, moved))
             g = g + momentum * moved if nesterov else moved
-        new[0].append(_kept(found_inf, p, p - lr.astype(p.dtype) * g))
+        new[0].append(_kept(found_inf, p, p - lr.reshape(()).astype(p.dtype) * g))
         new[1].append(grads[place] if grad_scale is None else unscaled)
     return new
+
+
+def _with_tensor_rate(name: str) -> Kernel:
+    overload = getattr(torch.ops.aten, name).tensor_lr
+    return _on_cpu_as_number(writing_kernel(Operator(overload, LOWERINGS[f"{name}.tensor_lr"])))
+
+
+KERNELS: Mapping[str, Kernel] = {
+    f"{name}.tensor_lr": _with_tensor_rate(name)
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+}
