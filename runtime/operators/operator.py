@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from jax.errors import JaxRuntimeError
 
 from tpu_dist.runtime.device import checks
 from tpu_dist.runtime.device.box import Box
@@ -39,6 +40,10 @@ from tpu_dist.runtime.operators.templates import flatten
 
 Array = Any
 Kernel = Callable[..., Any]
+
+# What JAX raises for a dtype, or a use, that an operation of its own does not take. All else is a
+# fault of ours.
+CANNOT_LOWER = (NotImplementedError, TypeError)
 
 _logger = logging.getLogger(__name__)
 
@@ -77,6 +82,7 @@ class Operator:
         )
         self.returns_nothing = not overload._schema.returns
         self.programs = program_cache()
+        self._has_said_why = False
 
     # --- the parts of a call
 
@@ -171,9 +177,21 @@ class Operator:
             return compile_program(run, operands, donated)
         except NotLowered as reason:
             _logger.debug("%s is not lowered here: %s", self.name, reason)
-        except Exception:  # the border to XLA: what it does not compile, the CPU does
-            _logger.debug("%s could not be lowered", self.name, exc_info=True)
+        except CANNOT_LOWER as reason:
+            self._say_why(reason)
+        except JaxRuntimeError as error:
+            if not str(error).startswith("UNIMPLEMENTED"):
+                raise
+            self._say_why(error)
         return refused
+
+    def _say_why(self, reason: Exception) -> None:
+        if not self._has_said_why:
+            self._has_said_why = True
+            _logger.warning(
+                "%s runs on the CPU for some arguments, since JAX does not lower it for these: "
+                "%s: %s", self.name, type(reason).__name__, reason,
+            )  # fmt: skip
 
 
 def unconjugated(value: Any) -> Any:

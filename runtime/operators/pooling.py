@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,9 +43,10 @@ def _windows(
         flat = flat * spatial[d] + places.reshape(shape)
         inside = inside & valid.reshape(shape)
     flat = np.broadcast_to(flat, np.broadcast_shapes(flat.shape, inside.shape))
-    flat = flat.reshape(*outputs, -1)
-    inside = np.broadcast_to(inside, (*outputs, *(w[0] for w in windows))).reshape(*outputs, -1)
-    values = x.reshape(*x.shape[:-dims], -1)[..., flat]
+    sizes = tuple(window[0] for window in windows)
+    flat = flat.reshape(*outputs, math.prod(sizes))
+    inside = np.broadcast_to(inside, (*outputs, *sizes)).reshape(flat.shape)
+    values = x.reshape(*x.shape[:-dims], math.prod(x.shape[-dims:]))[..., flat]
     return jnp.where(inside, values, outside), flat
 
 

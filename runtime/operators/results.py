@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpu_dist.runtime.device.dtypes import TO_ARRAY
+from tpu_dist.runtime.device.dtypes import array_dtype
 
 Array = Any
 
@@ -17,7 +17,7 @@ def as_result(value: Array, size: Sequence[int], dtype: torch.dtype) -> Array:
     from jax import numpy as jnp
 
     value = jnp.asarray(value)
-    wanted = TO_ARRAY[dtype]
+    wanted = array_dtype(dtype)
     if value.dtype != wanted:
         if value.dtype.kind == "c" and wanted.kind != "c":
             value = value.real

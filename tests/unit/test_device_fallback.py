@@ -4,11 +4,16 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from tpu_dist.errors import UnsupportedError
+from tpu_dist.runtime.operators.functional_kernels import functional_kernel
+from tpu_dist.runtime.operators.lowering import Lowering
+from tpu_dist.runtime.operators.operator import Operator
 
 FALLS_BACK = "special_airy_ai.out"
 
@@ -24,6 +29,50 @@ def test_a_fallback_is_right_counted_and_said_once() -> None:
     assert torch.tpu.fallback_counts() == {FALLS_BACK: 3}
     said = [str(w.message) for w in caught if "has no lowering" in str(w.message)]
     assert len(said) == 1 and said[0].startswith(FALLS_BACK)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, TypeError])
+def test_what_jax_does_not_lower_runs_on_the_cpu_and_why_is_said_once(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(x: Any) -> Any:
+        raise error("no such dtype here")
+
+    kernel = kernel_of(broken)
+    x = torch.linspace(-1, 1, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for shape in [(5,), (1, 5)]:
+            ours = kernel(x.to("tpu").reshape(shape))
+            torch.testing.assert_close(ours.cpu(), torch.special.airy_ai(x).reshape(shape))
+    said = [r.getMessage() for r in caplog.records if "no such dtype here" in r.getMessage()]
+    assert len(said) == 1
+    assert "aten.special_airy_ai.default" in said[0] and error.__name__ in said[0]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyError, AssertionError, ValueError])
+def test_a_fault_in_a_lowering_is_raised(error: type[Exception]) -> None:
+    def broken(x: Any) -> Any:
+        raise error("a fault of ours")
+
+    with pytest.raises(error, match="a fault of ours"):
+        kernel_of(broken)(torch.ones(3, device="tpu"))
+
+
+def kernel_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    overload = torch.ops.aten.special_airy_ai.default
+    return functional_kernel(
+        Operator(overload, Lowering(name="special_airy_ai", function=function))
+    )
+
+
+def test_pooling_of_nothing_is_native() -> None:
+    torch.tpu.reset_fallback_counts()
+    x = torch.ones(0, 2, 8, 8, device="tpu", requires_grad=True)
+    out = torch.nn.functional.avg_pool2d(x, 3, 2)
+    out.sum().backward()
+    assert out.shape == (0, 2, 3, 3) and x.grad is not None and x.grad.shape == x.shape
+    assert not torch.tpu.fallback_counts()
 
 
 def test_a_fallback_writes_to_the_tensor_it_was_given() -> None:
