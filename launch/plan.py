@@ -14,6 +14,7 @@ from tpu_dist.launch.console import say
 from tpu_dist.launch.errors import LaunchError
 from tpu_dist.launch.mesh_option import MeshOption, parse_mesh
 from tpu_dist.launch.planner_process import PlannerProcess
+from tpu_dist.launch.step import StepOption, plan_step, read_sizes, transfers_of
 
 VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 FORMS = ("naive", "tuned")
@@ -21,6 +22,7 @@ WHOLE = "all"  # the name of the one axis without --mesh
 
 _UNITS: Mapping[str, int] = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _LARGEST = 64 << 30  # bytes
+_TOKENS, _MFU = "8192", "0.4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class PlanConfig:
         payloads: bytes.
         json_file: where to write the rows.
         plot: where to write a PNG.
+        step: a training step to plan for.
         cache: whether results of earlier runs may be used, and are kept for later ones.
     """
 
@@ -41,6 +44,7 @@ class PlanConfig:
     payloads: tuple[int, ...] = (64 << 20,)
     json_file: Path | None = None
     plot: Path | None = None
+    step: StepOption | None = None
     cache: bool = True
 
 
@@ -59,8 +63,27 @@ def build_plan_config(options: Mapping[str, str], *, cache: bool = True) -> Plan
         payloads=tuple(parse_bytes(part) for part in options.get("payload", "64MiB").split(",")),
         json_file=None if rows is None else Path(rows),
         plot=None if plot is None else Path(plot),
+        step=_step_option(options),
         cache=cache,
     )
+
+
+def _step_option(options: Mapping[str, str]) -> StepOption | None:
+    recipe, model = options.get("recipe"), options.get("model")
+    if recipe is not None and model is not None:
+        raise LaunchError("--recipe and --model exclude each other: give one of them")
+    what = recipe or model
+    if what is None:
+        given = [f"--{name}" for name in ("tokens", "mfu") if name in options]
+        if given:
+            raise LaunchError(f"{given[0]} is of a step: give --recipe or --model with it")
+        return None
+    texts = (options.get("tokens", _TOKENS), options.get("mfu", _MFU))
+    try:
+        tokens, mfu = int(texts[0]), float(texts[1])
+    except ValueError as error:
+        raise LaunchError(f"--tokens {texts[0]!r} and --mfu {texts[1]!r}: {error}") from None
+    return StepOption(model=what, tokens=tokens, mfu=mfu)
 
 
 def parse_bytes(text: str) -> int:
@@ -85,22 +108,31 @@ def run_plan(config: PlanConfig) -> int:
         TopologyError: there is no such slice, or the mesh does not fit.
         LaunchError: it cannot be planned for, or a file cannot be written.
     """
-    from tpu_dist.launch.plan_report import plot_rows, show_rows, show_summary
+    from tpu_dist.launch.plan_report import plot_rows, show_rows, show_step, show_summary
     from tpu_dist.topology.mesh_search import lay_out_mesh
     from tpu_dist.topology.system import System
 
     system = System.parse(config.topology)
     mesh = config.mesh or MeshOption(names=(WHOLE,), sizes=(system.num_devices,))
     lay_out_mesh(system, mesh.sizes, names=mesh.names)  # refuses what does not fit, at once
+    units = () if config.step is None else read_sizes(config.step.model)
+    if units:
+        transfers_of(mesh, units)  # likewise
     start = time.monotonic()
+    step = None
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
     with PlannerProcess(str(system), sizes, cache=config.cache) as planner:
         rows = list(_with_progress(planner, _cases(mesh, config.payloads), mesh))
+        if config.step is not None:
+            step = plan_step(system, mesh, config.step, units, planner.row)
     show_rows(system, planner.axes, rows)
     show_summary(rows, seconds=time.monotonic() - start, num_known=planner.num_known)
+    document = {"topology": str(system), "devices": system.num_devices, "rows": _sound(rows)}
+    if step is not None:
+        show_step(step)
+        document["step"] = step
     for note in planner.notes:
         say(f"warning: {note}")
-    document = {"topology": str(system), "devices": system.num_devices, "rows": _sound(rows)}
     if config.json_file is not None:
         _write(config.json_file, json.dumps(document, indent=1) + "\n")
     if config.plot is not None:

@@ -58,6 +58,25 @@ def _plan(
         str | None,
         typer.Option(metavar="FILE.png", help="Draw efficiencies there; needs matplotlib."),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan a training step of a recipe's model: kjv."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="Plan a step of the model that a function returns, made on torch's meta device.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Of a step, for each device. Default: 8192."),
+    ] = None,
+    mfu: Annotated[
+        str | None,
+        typer.Option(metavar="PART", help="Of the peak that a step reaches. Default: 0.4."),
+    ] = None,
     no_cache: Annotated[
         bool,
         typer.Option("--no-cache", help="Compile everything, and keep no results for later."),
@@ -67,6 +86,16 @@ def _plan(
 
     Needs libtpu's compiler: pip install 'tpu-dist[tpu]'.
     """
-    given = {"topology": topology, "mesh": mesh, "payload": payload, "json": json, "plot": plot}
+    given = {
+        "topology": topology,
+        "mesh": mesh,
+        "payload": payload,
+        "json": json,
+        "plot": plot,
+        "recipe": recipe,
+        "model": model,
+        "tokens": tokens,
+        "mfu": mfu,
+    }
     texts = {name: text for name, text in given.items() if text is not None}
     return build_plan_config(texts, cache=not no_cache)

@@ -62,6 +62,42 @@ def show_summary(rows: Sequence[Row], *, seconds: float, num_known: int) -> None
     )
 
 
+def show_step(step: Mapping[str, Any]) -> None:
+    """Print what a training step moves, and what share of it that takes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"\na step of {step['model']}: {step['parameters']:,} parameters, "
+        f"{step['tokens_per_device']:,} tokens a device: {step['step_us']:,.0f} us at an MFU of "
+        f"{step['mfu']:g}",
+        soft_wrap=True,
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("axis", "verb", "payload", "times", "naive", "tuned"):
+        table.add_column(name, justify="left" if name in ("axis", "verb") else "right")
+    for moved in step["transfers"]:
+        payload = (_size(moved["bytes"]), str(moved["times"]))
+        times = (_microseconds(moved.get(f"{form}_us")) for form in ("naive", "tuned"))
+        table.add_row(moved["axis"], moved["verb"], *payload, *times)
+    for text in ("us", "share"):
+        cells = [step[f"{form}_{text}"] for form in ("naive", "tuned")]
+        show = _microseconds if text == "us" else _percent
+        name = "in all" if text == "us" else "of the step"
+        table.add_row(name, "", "", "", *(show(cell) for cell in cells))
+    console.print(table)
+
+
+def _microseconds(value: float | None) -> str:
+    return "failed" if value is None else f"{value:,.0f} us"
+
+
+def _percent(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.1%}"
+
+
 def plot_rows(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Write a PNG of the efficiency of each axis and verb, naive beside tuned.
 
