@@ -48,11 +48,13 @@ _INSTRUCTION = re.compile(
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) \(.*\{\s*$")
 _FUSION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (?P<shape>.+?) fusion\(.*\bcalls=%?(?P<calls>[\w.-]+)")
 _SCATTER_FUSION = "AllReduceScatterFusion"  # an all-reduce and a slice that are done as one
-# What a slice receives of the others, and between which slices: "{1,2}x{0:15}" are two.
+# What a slice receives of the others. The target names the slices: "{1,2}x{0:15}", or each device,
+# {{100000,100001,200000,200001}}: the slice's number goes before five digits.
 _FROM_SLICES = re.compile(
     r"= \((?P<shape>[^()]*(?:\([^()]*\)[^()]*)*), u32\[\].*\) recv\("
-    r'.*_xla_megascale_target="\{(?P<slices>[\d,:]+)\}.*_xla_megascale_transfer_type="(?P<kind>\w+)"'
+    r'.*_xla_megascale_target=(?P<target>\S+),_xla_megascale_transfer_type="(?P<kind>\w+)"'
 )
+_DEVICES_OF_A_SLICE = 100_000
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
@@ -129,14 +131,16 @@ def _between_slices(arrival: re.Match[str]) -> CompiledCollective:
         algorithm="over DCN",
         colours=1,
         phases=1,
-        num_slices=sum(map(_num_slices, arrival["slices"].split(","))),
+        num_slices=_num_slices(arrival["target"]),
     )
 
 
-def _num_slices(text: str) -> int:
-    """Count what ``3`` or ``0:3`` names."""
-    first, _, last = text.partition(":")
-    return int(last or first) - int(first) + 1
+def _num_slices(target: str) -> int:
+    first = target.strip('"').lstrip("{").partition("}")[0]
+    if target.startswith("{{"):
+        return len({number // _DEVICES_OF_A_SLICE for number in _numbers(first)})
+    ranges = (part.partition(":") for part in first.split(","))  # 3, or 0:3 for four
+    return sum(int(last or start) - int(start) + 1 for start, _, last in ranges)
 
 
 def _configs_of_fusions(text: str) -> dict[str, tuple[str, Mapping[str, Any]]]:

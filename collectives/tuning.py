@@ -114,9 +114,17 @@ RULES: Sequence[Rule] = (
     Rule(
         verb="reduce_scatter",
         lanes=(8 * LANES, LANES),
-        generations=frozenset({"v5e", "tpu7x"}),
+        generations=frozenset({"tpu7x"}),
         extents=_WHOLE,
         dtypes=_FLOATS,
+    ),
+    Rule(
+        verb="reduce_scatter",
+        lanes=(8 * LANES, LANES),
+        generations=frozenset({"v5e"}),
+        extents=_WHOLE,
+        dtypes=_FLOATS,
+        least_devices=256,
     ),
     Rule(verb="reduce_scatter", lanes=(LANES, 8 * LANES)),
     Rule(verb="all_to_all", lanes=(None,)),

@@ -76,6 +76,25 @@ def test_what_crosses_from_slice_to_slice_is_read_and_counted() -> None:
     assert both == pytest.approx(within + over_dcn)
 
 
+@pytest.mark.parametrize(
+    ("target", "num_slices"),
+    [
+        ('"{1,2}x{0:15}"', 2),
+        ('"{0:3}x{0:15}"', 4),
+        ("{{100000,100001,200000,200001},{100002,200002}}", 2),
+    ],
+)
+def test_slices_are_counted_as_the_compiler_names_them(target: str, num_slices: int) -> None:
+    line = (
+        "%recv = (f32[64,128]{1,0:T(8,128)}, u32[], token[]) recv(%after-all), "
+        f"frontend_attributes={{_xla_megascale_target={target},"
+        '_xla_megascale_transfer_type="ALL_TO_ALL"}'
+    )
+    (found,) = read_program(line)
+    assert (found.kind, found.num_slices) == ("all-to-all", num_slices)
+    assert found.result_bytes == 64 * 128 * 4
+
+
 def test_what_a_slice_receives_to_scatter_is_its_part() -> None:
     collectives = program("tpu7x_2x2x2_2_slices_reduce_scatter")
     (between,) = (each for each in collectives if each.num_slices > 1)

@@ -1,4 +1,4 @@
-"""What a training step moves: the sizes of a model's units, and what the axes of a mesh make of it."""
+"""What a training step moves: sizes of a model's units, and what the axes of a mesh make of them."""
 
 from __future__ import annotations
 
