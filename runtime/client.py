@@ -77,7 +77,7 @@ def create_client(
     connection: CoordinatorConnection | None,
     timeout: timedelta,
 ) -> tuple[Any, ...]:
-    """Create the client and return every rank's device, by rank.
+    """Create the client and return every process's device, by the client's number of processes.
 
     `connection` is None for a world of one. JAX's own defaults are left alone but for the platform.
 
@@ -134,7 +134,9 @@ def _client_threads(count: int) -> Iterator[None]:
 
 
 def one_device_a_rank(platform: str, devices: Any, world_size: int) -> tuple[Any, ...]:
-    """Order `devices` by rank; each rank must have exactly one, and each device a rank.
+    """Order `devices` by process; each must have exactly one, and each device a process.
+
+    libtpu numbers processes by where they are in the slice; ranks may come in another order.
 
     Raises:
         BringUpError: which rank has how many, and the cure.

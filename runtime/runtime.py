@@ -175,6 +175,9 @@ def _start(
         devices = ready_made or create_client(
             platform, rank, world_size, connection, _left(deadline)
         )
+        if ready_made is None and world_size > 1:
+            processes = _exchange(store, "process", rank, world_size, _process_index(), deadline)
+            devices = tuple(devices[process] for process in processes)
         rank_map = find_rank_map(platform, devices, config.topology)
     except (BringUpError, TopologyError):
         channel.close()
@@ -208,14 +211,34 @@ def _meet(
     Raises:
         BringUpError: names the ranks that did not come.
     """
-    keys = [f"here/{other}" for other in range(world_size)]
-    store.set(f"here/{rank}", json.dumps(own))
+    everybody = _exchange(store, "here", rank, world_size, own, deadline)
+    return [(host, port) for host, port in everybody]
+
+
+def _exchange(
+    store: Any, name: str, rank: int, world_size: int, own: Any, deadline: float
+) -> list[Any]:
+    """Tell all ranks a value, and learn theirs, by rank.
+
+    Raises:
+        BringUpError: names the ranks that did not come.
+    """
+    keys = [f"{name}/{other}" for other in range(world_size)]
+    store.set(f"{name}/{rank}", json.dumps(own))
     if rank == 0:
         with contextlib.suppress(RuntimeError):
             store.wait(keys, _left(deadline))
-            store.set("everybody", json.dumps([json.loads(store.get(key)) for key in keys]))
-    _await(store, "everybody", "here", world_size, deadline)
-    return [(host, port) for host, port in json.loads(store.get("everybody"))]
+            store.set(f"all/{name}", json.dumps([json.loads(store.get(key)) for key in keys]))
+    _await(store, f"all/{name}", name, world_size, deadline)
+    values: list[Any] = json.loads(store.get(f"all/{name}"))
+    return values
+
+
+def _process_index() -> int:
+    """Return this process's number as its client counts: libtpu goes by places in the slice."""
+    import jax
+
+    return jax.process_index()
 
 
 def _await(store: Any, key: str, steps: str, world_size: int, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""What a training step moves: sizes of a model's units, and what the axes of a mesh make of them."""
+"""What a training step moves: sizes of a model's units, and what a mesh makes of them."""
 
 from __future__ import annotations
 
