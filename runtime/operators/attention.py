@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from jax import numpy as jnp
 
+from tpu_dist.runtime.device.place import place
 from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import Lowering
 from tpu_dist.runtime.operators.operator import Operator
@@ -20,43 +21,61 @@ Array = Any
 Tensor = torch.Tensor
 
 
-def _grouped(x: Array, kv_heads: int) -> Array:
-    """Query heads, (B, H, L, E), by the key head that they share: (B, K, H / K, L, E)."""
-    batch, heads, length, width = x.shape
-    return x.reshape(batch, kv_heads, heads // kv_heads, length, width)
+def _rows(x: Array, kv_heads: int) -> Array:
+    """Rows of queries, (B, H, L, E), by the key head that they share: (B, K, H / K * L, E).
+
+    One axis of rows: XLA's CPU compiler takes twice as long over products that sum over two.
+    """
+    batch, _, _, width = x.shape
+    return x.reshape(batch, kv_heads, -1, width)
 
 
-def _scores(q: Array, k: Array, mask: Array | None, is_causal: bool, scale: float) -> Array:
-    """What softmax is taken of, (B, K, G, L, S), in float32 at least."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bkgle,bkse->bkgls", q, k, preferred_element_type=wide) * scale
+def _product(terms: str, a: Array, b: Array, narrow: Any, wide: Any) -> Array:
+    """An einsum of operands in `narrow`, summed in `wide`."""
+    return jnp.einsum(terms, a.astype(narrow), b.astype(narrow), preferred_element_type=wide)
+
+
+def _operand_dtype(dtype: Any) -> Any:
+    """In which the operands of products are: theirs on a TPU, float32 at least on the stand-in.
+
+    XLA's CPU compiler widens bfloat16 and float16 anyhow, and slower than when it is told.
+    """
+    return dtype if place().platform == "tpu" else jnp.promote_types(dtype, jnp.float32)
+
+
+def _scores(
+    rows: Array, k: Array, length: int, mask: Array | None, is_causal: bool, scale: float
+) -> Array:
+    """What softmax is taken of, (B, K, H / K * L, S), in float32 at least."""
+    wide = jnp.promote_types(k.dtype, jnp.float32)
+    scores = _product("bkre,bkse->bkrs", rows, k, _operand_dtype(k.dtype), wide) * scale
+    by_query = scores.reshape(*scores.shape[:2], -1, length, k.shape[2])  # (B, K, H / K, L, S)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (1,) * (4 - mask.ndim) + mask.shape)
         if mask.shape[1] == 1:
             mask = mask[:, :, None]
         else:
-            mask = _grouped(mask, k.shape[1])
+            mask = mask.reshape(mask.shape[0], *by_query.shape[1:3], *mask.shape[2:])
         if mask.dtype == jnp.bool_:
-            scores = jnp.where(mask, scores, -jnp.inf)
+            by_query = jnp.where(mask, by_query, -jnp.inf)
         else:
-            scores = scores + mask.astype(wide)
+            by_query = by_query + mask.astype(wide)
     if is_causal:
-        rows, columns = scores.shape[-2:]
-        scores = jnp.where(jnp.tri(rows, columns, dtype=bool), scores, -jnp.inf)
-    return scores
+        by_query = jnp.where(jnp.tri(*by_query.shape[-2:], dtype=bool), by_query, -jnp.inf)
+    return by_query.reshape(scores.shape)
 
 
 def _attend(
     q: Array, k: Array, v: Array, mask: Array | None, is_causal: bool, scale: float
 ) -> tuple[Array, Array]:
     """The result, (B, H, L, Ev), and the logarithm of the weights' sums, (B, H, L)."""
-    scores = _scores(_grouped(q, k.shape[1]), k, mask, is_causal, scale)
+    scores = _scores(_rows(q, k.shape[1]), k, q.shape[2], mask, is_causal, scale)
     top = jnp.max(scores, -1, keepdims=True)
     top = jnp.where(jnp.isfinite(top), top, 0)  # rows in which all is masked
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, -1, keepdims=True)
-    shares = (weights / jnp.where(total == 0, 1, total)).astype(v.dtype)
-    out = jnp.einsum("bkgls,bkse->bkgle", shares, v, preferred_element_type=scores.dtype)
+    shares = weights / jnp.where(total == 0, 1, total)
+    out = _product("bkrs,bkse->bkre", shares, v, _operand_dtype(v.dtype), scores.dtype)
     sums = top + jnp.log(total)
     return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype), sums.reshape(q.shape[:-1])
 
@@ -73,22 +92,18 @@ def _attend_backward(
     scale: float,
     needs_mask_grad: bool,
 ) -> tuple[Array, ...]:
-    heads = k.shape[1]
-    wide = sums.dtype
-    grad_g, out_g, q_g = _grouped(grad, heads), _grouped(out, heads), _grouped(q, heads)
-    scores = _scores(q_g, k, mask, is_causal, scale)
-    sums_g = sums.reshape(*scores.shape[:-1], 1)
-    shares = jnp.where(jnp.isfinite(sums_g), jnp.exp(scores - sums_g), 0)
+    heads, wide, narrow = k.shape[1], sums.dtype, _operand_dtype(q.dtype)
+    q_r, grad_r, out_r = _rows(q, heads), _rows(grad, heads), _rows(out, heads)
+    scores = _scores(q_r, k, q.shape[2], mask, is_causal, scale)
+    sums_r = sums.reshape(*scores.shape[:-1], 1)
+    shares = jnp.where(jnp.isfinite(sums_r), jnp.exp(scores - sums_r), 0)
 
-    def product(terms: str, a: Array, b: Array) -> Array:
-        return jnp.einsum(terms, a.astype(q.dtype), b, preferred_element_type=wide)
-
-    grad_v = product("bkgls,bkgle->bkse", shares, grad_g)
-    grad_shares = jnp.einsum("bkgle,bkse->bkgls", grad_g, v, preferred_element_type=wide)
-    along = jnp.sum(grad_g.astype(wide) * out_g.astype(wide), -1, keepdims=True)
+    grad_v = _product("bkrs,bkre->bkse", shares, grad_r, narrow, wide)
+    grad_shares = _product("bkre,bkse->bkrs", grad_r, v, narrow, wide)
+    along = jnp.sum(grad_r.astype(wide) * out_r.astype(wide), -1, keepdims=True)
     grad_scores = shares * (grad_shares - along)
-    grad_q = product("bkgls,bkse->bkgle", grad_scores, k) * scale
-    grad_k = product("bkgls,bkgle->bkse", grad_scores, q_g) * scale
+    grad_q = _product("bkrs,bkse->bkre", grad_scores, k, narrow, wide) * scale
+    grad_k = _product("bkrs,bkre->bkse", grad_scores, q_r, narrow, wide) * scale
     results = (
         grad_q.reshape(q.shape).astype(q.dtype),
         grad_k.astype(k.dtype),
