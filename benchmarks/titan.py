@@ -2,12 +2,14 @@
 
     python benchmarks/titan.py --list
     python benchmarks/titan.py --only fsdp2 --only tp
+    python benchmarks/titan.py --only speed --steps 50
     python benchmarks/titan.py --write docs/recipes.md
 
 Each row trains twice from the same first weights (TorchTitan's seed checkpoint, made on the CPU),
 on the same text: once on "tpu" with tpu_dist, once on the CPU with gloo, one after the other.
-Losses of all steps must agree. The rows are small, to be many: what is slow is `titan_steps.py`'s
-to say. Results are kept in --directory; a row that is there is not run again.
+Losses of all steps must agree. The rows are small, to be many; the row `speed`, which is run only
+when it is asked for, is the debug model at its own size. Results are kept in --directory; a row
+that is there is not run again.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Row:
         tolerance: how far the losses may be apart, relatively.
         then: arguments of a second run in the same folder, that goes on from its checkpoint.
         then_ranks: its processes.
+        unasked: whether it is run without --only.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Row:
     tolerance: float = 2e-4
     then: str | None = None
     then_ranks: int = 2
+    unasked: bool = True
 
 
 DEGREE = "--parallelism.{}_degree"
@@ -142,6 +146,13 @@ ROWS = (
         config="qwen3_moe_debug",
         arguments=f"{EP} 2",
         tolerance=2e-2,
+    ),
+    Row(
+        name="speed",
+        feature="FSDP2, bfloat16, sequences of 256",
+        arguments=f"--training.seq_len 256 {BF16}",
+        tolerance=2e-2,
+        unasked=False,
     ),
 )
 
@@ -261,9 +272,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="put the table into this file, at its mark")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
-    rows = [row for row in ROWS if not options.only or row.name in options.only]
+    asked = options.only or [row.name for row in ROWS if row.unasked]
+    rows = [row for row in ROWS if row.name in asked]
     if options.list:
-        print("\n".join(f"{row.name:16} {row.feature}" for row in rows))
+        print("\n".join(f"{row.name:16} {row.feature}" for row in ROWS))
         return
     directory = options.directory or Path(tempfile.mkdtemp(prefix="titan-"))
     directory.mkdir(parents=True, exist_ok=True)

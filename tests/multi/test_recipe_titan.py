@@ -1,4 +1,4 @@
-"""torchtitan's Trainer on two real processes: it trains, on the device alone, and goes on."""
+"""torchtitan's Trainer on two real processes: on the device as on CPU tensors with gloo."""
 
 import json
 import os
@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 LAUNCH_SECONDS = 300
+NUM_STEPS = 5
 SMALL = (
     *("--training.seq_len", "64", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "float32"),
@@ -46,12 +47,39 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
-def test_llama3_trains_with_fsdp2_on_the_device_alone_and_compiles_nothing_after_its_second_step(
-    tmp_path: Path,
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The steps of one training on each device, from the same first weights."""
+    folder = tmp_path_factory.mktemp("titan")
+    llama = ("--config", "llama3_debug", "--checkpoint.enable")
+    train(folder, *llama, "--checkpoint.create_seed_checkpoint", processes=1, device="cpu")
+    for device in ("tpu", "cpu"):
+        train(
+            folder / device,
+            *(*llama, *SMALL, "--training.steps", str(NUM_STEPS), "--checkpoint.load_only"),
+            *("--checkpoint.initial_load_path", str(folder / "checkpoint/step-0")),
+            device=device,
+        )
+    return {device: steps(folder / device) for device in ("tpu", "cpu")}
+
+
+def test_llama3_learns_with_fsdp2_on_the_device_alone(
+    runs: dict[str, list[dict[str, Any]]],
 ) -> None:
-    train(tmp_path, "--config", "llama3_debug", *SMALL, "--training.steps", "5")
-    taken = steps(tmp_path)
-    assert [step["step"] for step in taken] == [1, 2, 3, 4, 5]
+    taken = runs["tpu"]
+    assert [step["step"] for step in taken] == list(range(1, NUM_STEPS + 1))
     assert taken[-1]["loss"] < taken[0]["loss"] - 0.2, taken
     assert {step["fallbacks"] for step in taken} == {0}
-    assert {step["programs"] for step in taken[1:]} == {taken[1]["programs"]}
+
+
+def test_nothing_is_compiled_after_the_second_step(runs: dict[str, list[dict[str, Any]]]) -> None:
+    compiled = [step["programs"] for step in runs["tpu"]]
+    assert compiled[0] > 0
+    assert set(compiled[1:]) == {compiled[1]}
+
+
+def test_losses_are_those_of_gloo_on_cpu_tensors(runs: dict[str, list[dict[str, Any]]]) -> None:
+    ours, theirs = ([step["loss"] for step in runs[device]] for device in ("tpu", "cpu"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    ours, theirs = ([step["grad_norm"] for step in runs[device]] for device in ("tpu", "cpu"))
+    assert ours == pytest.approx(theirs, rel=1e-3)
