@@ -53,6 +53,8 @@ class Row:
         then: arguments of a second run in the same folder, that goes on from its checkpoint.
         then_ranks: its processes.
         unasked: whether it is run without --only.
+        oracle: arguments of the run on gloo, where torch has no such feature for CPU tensors.
+        oracle_ranks: its processes.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Row:
     then: str | None = None
     then_ranks: int = 2
     unasked: bool = True
+    oracle: str | None = None
+    oracle_ranks: int = 1
 
 
 DEGREE = "--parallelism.{}_degree"
@@ -81,7 +85,7 @@ ROWS = (
     Row(name="hsdp", feature="HSDP 2 x 2", ranks=4, arguments=f"{SHARD} 2 {REPLICATE} 2"),
     Row(name="tp", feature="TP 2", arguments=f"{TP} 2"),
     Row(name="fsdp-tp", feature="FSDP2 2 x TP 2", ranks=4, arguments=f"{TP} 2"),
-    Row(name="cp", feature="CP 2", arguments=f"{CP} 2"),
+    Row(name="cp", feature="CP 2 (gloo: 1 rank)", arguments=f"{CP} 2", oracle=""),
     Row(name="pp", feature="PP 2, 1F1B", arguments=f"{PP} 2"),
     Row(
         name="pp-interleaved",
@@ -202,7 +206,10 @@ def train(directory: Path, row: Row, device: str, steps: int) -> Outcome:
         every = [*SMALL, *(() if saves else LOAD_ONLY), *arguments.split()]
         return [a.format(steps=steps, half=steps // 2, seed=seed) for a in every]
 
-    launch(folder, device, row.ranks, row.config, filled(row.arguments))
+    arguments, ranks = row.arguments, row.ranks
+    if device == "cpu" and row.oracle is not None:
+        arguments, ranks = row.oracle, row.oracle_ranks
+    launch(folder, device, ranks, row.config, filled(arguments))
     if row.then is not None:
         launch(folder, device, row.then_ranks, row.config, filled(row.then))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

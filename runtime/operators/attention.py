@@ -179,6 +179,61 @@ def _is_ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: fl
     )
 
 
+def _factor(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _is_sharded(*tensors: Tensor) -> bool:
+    """Whether they are DTensors, which know how to shard flash attention, and do so in a ring."""
+    return all(hasattr(tensor, "placements") and tensor.dim() == 4 for tensor in tensors)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """aten::_scaled_dot_product_flash_attention, of what a DTensor has on this rank."""
+    if dropout_p:
+        raise NotImplementedError(
+            f"attention of sharded tensors has no dropout on 'tpu', and {dropout_p} was asked for"
+        )
+    out, sums = _forward(query, key, value, None, is_causal, _factor(query, scale))
+    nothing = query.new_empty(0)
+    sizes = query.shape[2], key.shape[2]
+    return out, sums, nothing, nothing, *sizes, nothing, nothing, nothing
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Its backward."""
+    grads = _backward(
+        grad_out, query, key, value, None, out, logsumexp, is_causal, _factor(query, scale), False
+    )
+    return tuple(grads)
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -191,6 +246,10 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention."""
+    if attn_mask is None and _is_sharded(query, key, value) and query.shape[1] == key.shape[1]:
+        return torch.ops.aten._scaled_dot_product_flash_attention.default(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
     grouped = query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]
     both = attn_mask is not None and is_causal
     if (
@@ -202,7 +261,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale,
             enable_gqa=enable_gqa,
         )[0]  # fmt: skip
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    factor = _factor(query, scale)
     if torch.is_grad_enabled():
         return _Attention.apply(query, key, value, attn_mask, is_causal, factor)  # type: ignore[no-any-return,no-untyped-call]
     return _forward(query, key, value, attn_mask, is_causal, factor)[0]  # type: ignore[no-any-return]
@@ -212,4 +271,8 @@ def scaled_dot_product_attention(
 AUTOGRAD_KERNELS: Mapping[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention
 }
-KERNELS = AUTOGRAD_KERNELS
+KERNELS = {
+    **AUTOGRAD_KERNELS,
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+}
