@@ -64,6 +64,7 @@ class HostAgent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs_specs, log_line_prefix_template=log_line_prefix)
         self.failure: RoundFailure | None = None
+        self.undying = False  # whether processes outlived SIGKILL
         self.signals = EndingSignals(again=self._kill)
         self._grace = grace
         self._extra_environment = extra_environment
@@ -136,6 +137,7 @@ class HostAgent(LocalElasticAgent):
                 except TimeoutError as error:
                     _logger.error("%s; giving up on them", error)
                     self._remaining_restarts = 0  # they may still hold the TPU
+                    self.undying = True
                 self._processes = None
             # Nobody is left to be signalled or waited for: this ends the tee and closes the files.
             super()._shutdown(timeout=0)

@@ -91,8 +91,18 @@ def _run_plan(argv: Sequence[str]) -> int:
     return run_plan_command(argv)
 
 
+def _run_serve(argv: Sequence[str]) -> int:
+    from tpu_dist.launch.serve_cli import run_serve
+
+    return run_serve(argv, read_environment(os.environ))
+
+
 # What the first argument may be other than an option or a script; a script of that name is ./topo.
-_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"topo": _run_topo, "plan": _run_plan}
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "topo": _run_topo,
+    "plan": _run_plan,
+    "serve": _run_serve,
+}
 
 _app = new_app()
 
@@ -113,7 +123,8 @@ def _show_version(asked: bool) -> None:
     },
     epilog="Each option may come from the environment instead, as in TPU_LAUNCH_MAX_RESTARTS=3; "
     "the command line wins. Options may be written with underscores. "
-    "tpu-launch topo draws a slice, tpu-launch plan compiles for one: see their --help.",
+    "tpu-launch topo draws a slice, plan compiles for one, serve runs the rendezvous alone: see "
+    "their --help.",
 )
 def _command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each worker runs.")],
@@ -184,23 +195,74 @@ def _command(
         ),
     ] = None,
     standalone: Annotated[
-        bool | None, typer.Option("--standalone", help="One host alone: what is done anyway.")
-    ] = None,
-    rdzv_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="The run's name. Default: date and time.")
+        bool | None, typer.Option("--standalone", help="One host alone, whatever it is part of.")
     ] = None,
     nnodes: Annotated[
-        str | None, typer.Option(metavar="N", help="Hosts; 1 is all there is today.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Hosts: a number, MIN:MAX, or auto (those of the slice). Default: auto.",
+        ),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where hosts meet. Default: beside the slice's first host, port 8471.",
+        ),
+    ] = None,
+    rdzv_id: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="The run's name, the same on all hosts. Default: date and time on one host, "
+            "else the JobSet's name or none.",
+        ),
+    ] = None,
+    rdzv_conf: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K=V", help="join_timeout and last_call_timeout, in seconds, with commas."
+        ),
     ] = None,
     rdzv_backend: Annotated[str | None, typer.Option(hidden=True)] = None,
-    rdzv_endpoint: Annotated[str | None, typer.Option(hidden=True)] = None,
+    node_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="This host's name. Default: its hostname.")
+    ] = None,
+    node_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="This host's rank. Default: by the topology, else the name."
+        ),
+    ] = None,
+    local_addr: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR", help="By which others reach this host. Default: of the route to them."
+        ),
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(metavar="HOST", help="As HOST in --rdzv-endpoint.")
+    ] = None,
+    master_port: Annotated[
+        str | None, typer.Option(metavar="PORT", help="As PORT in --rdzv-endpoint.")
+    ] = None,
+    token_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The job's secret, the same on all hosts."),
+    ] = None,
+    tls_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="ca.crt, tls.crt and tls.key, for TLS on both sides."),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> CommandLine:
     """Start a PyTorch program on the TPU devices of this host, one worker process for each.
 
-    Made for torchrun's users: tpu-launch --nproc-per-node auto train.py ARGS
+    Made for torchrun's users: tpu-launch --nproc-per-node auto train.py ARGS; the same command on
+    every host of a slice.
     """
     given = {
         "nproc-per-node": nproc_per_node,
@@ -220,6 +282,14 @@ def _command(
         "nnodes": nnodes,
         "rdzv-backend": rdzv_backend,
         "rdzv-endpoint": rdzv_endpoint,
+        "rdzv-conf": rdzv_conf,
+        "node-name": node_name,
+        "node-rank": node_rank,
+        "local-addr": local_addr,
+        "master-addr": master_addr,
+        "master-port": master_port,
+        "token-file": token_file,
+        "tls-dir": tls_dir,
     }
     return CommandLine(
         settings={name: str(value) for name, value in given.items() if value is not None},

@@ -15,7 +15,8 @@ from pathlib import Path
 from tpu_dist.launch.entry import Entry, check_entry, entry_kind
 from tpu_dist.launch.environment import PYTHON_EXEC, SETTING_PREFIX, Environment
 from tpu_dist.launch.errors import LaunchError
-from tpu_dist.launch.rendezvous import STANDALONE, choose_rendezvous
+from tpu_dist.launch.pod import PodConfig
+from tpu_dist.launch.rendezvous import choose_rendezvous
 from tpu_dist.launch.settings import (
     Setting,
     Streams,
@@ -32,6 +33,10 @@ from tpu_dist.topology.chips import TpuDevices, scan_devices
 DEFAULT_MONITOR_INTERVAL = timedelta(seconds=0.1)
 DEFAULT_SHUTDOWN_TIMEOUT = timedelta(seconds=30)
 DEFAULT_ROLE = "default"
+DEFAULT_POD_RUN_ID = "none"  # torchrun's
+
+_POD_PREFIX = "[${rank}]:"
+_ALL_DEVICES = Setting("auto", "the default of --nproc-per-node on a slice of several hosts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,8 @@ class LaunchConfig:
         entry: what each worker runs.
         python: the workers' interpreter.
         num_workers: workers on this host.
-        rendezvous: how hosts find each other; a name of `tpu_dist.launch.rendezvous`.
+        pod: this host's part in a run on several hosts; None where it is alone.
+        sets_tpu: whether the workers of such a run drive TPU devices, and are told which.
         run_id: the run's name, in TORCHELASTIC_RUN_ID and in its log directory's name.
         max_restarts: how often all workers are started anew after a failure.
         monitor_interval: how often the workers are looked at.
@@ -63,7 +69,8 @@ class LaunchConfig:
     num_workers: int
     run_id: str
     python: str = sys.executable
-    rendezvous: str = STANDALONE
+    pod: PodConfig | None = None
+    sets_tpu: bool = False
     max_restarts: int = 0
     monitor_interval: timedelta = DEFAULT_MONITOR_INTERVAL
     shutdown_timeout: timedelta = DEFAULT_SHUTDOWN_TIMEOUT
@@ -114,7 +121,6 @@ def build_config(
         LaunchError: a setting or the target is wrong, or asks for what is not supported.
     """
     settings = merge_settings(arguments, environment.settings)
-    rendezvous = choose_rendezvous(settings)
     entry = Entry(
         kind=entry_kind(
             module=parse_flag(settings.get("module")),
@@ -128,11 +134,11 @@ def build_config(
     if shutil.which(python) is None:
         raise LaunchError(f"{PYTHON_EXEC} {python!r}: no such interpreter")
     check_entry(entry, own_python=environment.python_exec is None)
-    parse_flag(settings.get("standalone"))  # what is done anyway; a nonsense value is still refused
     cores = _num_cores() if num_cores is None else num_cores
     devices = TpuDevices() if environment.stand_in else scan_devices(root)
+    pod = choose_rendezvous(settings, environment, devices, root=root)
     workers = count_workers(
-        settings.get("nproc-per-node"),
+        settings.get("nproc-per-node") or (_ALL_DEVICES if pod and devices.chips_on_bus else None),
         Host(num_cores=cores, devices=devices, stand_in=environment.stand_in),
     )
     threads = None
@@ -142,8 +148,9 @@ def build_config(
         entry=entry,
         python=python,
         num_workers=workers.count,
-        rendezvous=rendezvous,
-        run_id=_run_id(settings.get("rdzv-id")),
+        pod=pod,
+        sets_tpu=bool(devices.chips_on_bus),
+        run_id=_run_id(settings.get("rdzv-id"), pod, environment),
         max_restarts=parse_int(settings.get("max-restarts"), default=0, minimum=0),
         monitor_interval=parse_seconds(
             settings.get("monitor-interval"), default=DEFAULT_MONITOR_INTERVAL
@@ -154,11 +161,11 @@ def build_config(
         role=_text(settings.get("role"), DEFAULT_ROLE),
         log_dir=_path(settings.get("log-dir")),
         redirects=parse_streams(settings.get("redirects"), num_workers=workers.count),
-        tee=parse_streams(settings.get("tee"), num_workers=workers.count),
+        tee=parse_streams(_tee(settings.get("tee"), pod), num_workers=workers.count),
         local_ranks_filter=parse_ranks(
             settings.get("local-ranks-filter"), num_workers=workers.count
         ),
-        log_line_prefix=environment.log_line_prefix,
+        log_line_prefix=environment.log_line_prefix or (_POD_PREFIX if pod else None),
         omp_num_threads=threads,
         error_file=Path(environment.error_file) if environment.error_file else None,
         notices=_notices(environment, workers.notice, threads, workers.count, cores),
@@ -193,12 +200,21 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _run_id(setting: Setting | None) -> str:
+def _run_id(setting: Setting | None, pod: PodConfig | None, environment: Environment) -> str:
+    if setting is None and pod is not None:  # all hosts must come to the same
+        return environment.tpu.get("JOBSET_NAME") or DEFAULT_POD_RUN_ID
     if setting is None:
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     if os.sep in setting.text:
         raise setting.error(f"a run's id names a directory, and cannot have a {os.sep!r} in it")
     return setting.text
+
+
+def _tee(setting: Setting | None, pod: PodConfig | None) -> Setting | None:
+    """On several hosts stderr is kept: what a worker said last is shown on all of them."""
+    if setting is None and pod is not None:
+        return Setting(str(int(Streams.STDERR)), "--tee")
+    return setting
 
 
 def _text(setting: Setting | None, default: str) -> str:

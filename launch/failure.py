@@ -22,14 +22,18 @@ class WorkerFailure:
 
     Attributes:
         end: how it ended.
+        at: when it failed, in seconds of the epoch: its end, or before, when it wrote its error.
         message: its exception, from the error file that torchelastic's ``record`` writes.
+        traceback: from there, or the end of its stderr from the last traceback on.
         tail: the last lines of its stderr, where that went to a file.
         error_file: the error file, if it wrote one.
         logs: the files its streams went to.
     """
 
     end: WorkerExit
+    at: float
     message: str | None = None
+    traceback: str | None = None
     tail: tuple[str, ...] = ()
     error_file: Path | None = None
     logs: tuple[Path, ...] = ()
@@ -82,11 +86,15 @@ def describe_failure(
     root = min(failed, key=failed_at)
     error_file = error_files.get(root.local_rank)
     files = tuple(file for file in logs.get(root.local_rank, ()) if file != Path(os.devnull))
+    message, traceback = _read_error(error_file) if error_file else (None, None)
+    lines = _read_tail(files)
     return RoundFailure(
         root=WorkerFailure(
             end=root,
-            message=_read_message(error_file) if error_file else None,
-            tail=_read_tail(files),
+            at=failed_at(root),
+            message=message,
+            traceback=traceback or _traceback_of(lines),
+            tail=tuple(line for line in lines if line.strip())[-_TAIL_LINES:],
             error_file=error_file if error_file and error_file.is_file() else None,
             logs=files,
         ),
@@ -111,25 +119,32 @@ def exit_status(exit_code: int) -> int:
     return exit_code if exit_code > 0 else 128 - exit_code
 
 
-def _read_message(error_file: Path) -> str | None:
-    """Return the exception's text; None without a file or where it was not finished."""
+def _read_error(error_file: Path) -> tuple[str | None, str | None]:
+    """Return the exception's text and traceback; None without a file or an unfinished one."""
     try:
         content: Any = json.loads(error_file.read_text(encoding="utf-8", errors="replace"))
         message = content["message"]
-        return str(message if isinstance(message, str) else message["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        if isinstance(message, str):
+            return message, None
+        extra = message.get("extraInfo") or {}
+        return str(message["message"]), str(extra.get("py_callstack") or "").strip() or None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, None
 
 
-def _read_tail(files: Sequence[Path]) -> tuple[str, ...]:
+def _read_tail(files: Sequence[Path]) -> list[str]:
     for file in files:
         if file.name != "stderr.log":
             continue
         try:
             with file.open("rb") as log:
                 log.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
+                return log.read().decode(errors="replace").splitlines()
         except OSError:
-            return ()
-        return tuple(line for line in lines if line.strip())[-_TAIL_LINES:]
-    return ()
+            return []
+    return []
+
+
+def _traceback_of(lines: Sequence[str]) -> str | None:
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most rec")]
+    return "\n".join(lines[starts[-1] :]) if starts else None

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ONE_HOST = "tpu-launch starts the workers of one host today; leave it out"
-_OWN_PORT = "the system chooses address and port, so that runs cannot collide; leave it out"
 _OWN_START = "each worker is a program of its own, started anew; leave it out"
 
 _REFUSED: Mapping[str, str] = {
-    "--node-rank": _ONE_HOST,
-    "--local-addr": _ONE_HOST,
-    "--rdzv-conf": _ONE_HOST,
-    "--master-addr": _OWN_PORT,
-    "--master-port": _OWN_PORT,
     "--start-method": _OWN_START,
     "--event-log-handler": "torchelastic's events are not recorded; leave it out",
     "--logs-specs": "logs are written where --log-dir, --redirects and --tee say",

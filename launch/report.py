@@ -27,13 +27,16 @@ _ADVICE: Mapping[int, str] = {
 }
 
 
-def failure_report(failure: RoundFailure, *, host: str, restarts: int) -> Text:
+def failure_report(
+    failure: RoundFailure, *, host: str, restarts: int, elsewhere: bool = False
+) -> Text:
     """Return the report of a run that ended by ``failure``.
 
     Args:
         failure: the last round's.
         host: the host the root worker ran on.
         restarts: how often the workers had been started anew before.
+        elsewhere: whether that is another host, whose files cannot be named.
     """
     root, end = failure.root, failure.root.end
     text = Text()
@@ -54,7 +57,25 @@ def failure_report(failure: RoundFailure, *, host: str, restarts: int) -> Text:
     if root.error_file and root.logs:
         _row(text, "details", str(root.error_file))
     _row(text, "others", _others(failure))
-    _row(text, "to do", _advice(root))
+    _row(text, "to do", f"see its output on host {host}" if elsewhere else _advice(root))
+    text.rstrip()
+    return text
+
+
+def with_traceback(text: Text, traceback: str | None) -> Text:
+    """Return a report with the traceback, where there is one, as its last lines."""
+    if traceback:
+        text.append(f"\n{traceback.rstrip()}")
+    return text
+
+
+def lost_host_report(host: str, why: str, *, restarts: int) -> Text:
+    """Return the report of a run that ended as a host was lost."""
+    text = Text()
+    text.append(f"{NAME}: ", "bold")
+    text.append(f"host {host} is lost{_after_restarts(restarts)}\n", "bold red")
+    _row(text, "why", why)
+    _row(text, "to do", "look at that host's own output; --max-restarts N survives N such losses")
     text.rstrip()
     return text
 

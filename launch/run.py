@@ -21,12 +21,15 @@ from tpu_dist.launch.console import say, show
 from tpu_dist.launch.environment import (
     OMP_NUM_THREADS,
     SIGNALS_TO_HANDLE,
+    TOKEN,
+    quiet_grpc,
     torchelastic_signals_disarmed,
+    without,
 )
 from tpu_dist.launch.errors import LaunchError
 from tpu_dist.launch.failure import RoundFailure, exit_status
 from tpu_dist.launch.guard import guarded
-from tpu_dist.launch.rendezvous import open_rendezvous
+from tpu_dist.launch.rendezvous import STANDALONE, open_rendezvous
 from tpu_dist.launch.report import failure_report, restart_message
 from tpu_dist.launch.signals import Interrupted
 
@@ -44,8 +47,13 @@ def launch(config: LaunchConfig) -> int:
         say(notice)
     # Inherited as ignored, it would make the system forget how the workers ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with _log_root(config) as root:
-        rendezvous = open_rendezvous(config.rendezvous, config.run_id)
+    with _log_root(config) as root, without([TOKEN]):
+        if config.pod is not None:
+            quiet_grpc()
+            from tpu_dist.launch.service.pod_run import run_pod
+
+            return run_pod(config, root)
+        rendezvous = open_rendezvous(STANDALONE, config.run_id)
         try:
             return _run(config, root, rendezvous)
         finally:
@@ -53,10 +61,7 @@ def launch(config: LaunchConfig) -> int:
 
 
 def _run(config: LaunchConfig, log_root: Path, rendezvous: RendezvousHandler) -> int:
-    with torchelastic_signals_disarmed() as signals_of_workers:
-        environment = {SIGNALS_TO_HANDLE: signals_of_workers}
-        if config.omp_num_threads is not None:
-            environment[OMP_NUM_THREADS] = str(config.omp_num_threads)
+    with worker_environment(config) as environment:
         restarts = 0
 
         def on_restart(failure: RoundFailure, restart: int) -> None:
@@ -64,39 +69,57 @@ def _run(config: LaunchConfig, log_root: Path, rendezvous: RendezvousHandler) ->
             restarts = restart
             say(restart_message(failure, restart=restart, max_restarts=config.max_restarts))
 
-        def on_signal(signum: signal.Signals, running: int) -> None:
-            limit = f"{config.shutdown_timeout.total_seconds():g} s"
-            say(
-                f"{signum.name}: asking {running} running worker{'s' if running > 1 else ''} to "
-                f"end; killed after {limit}, or at a second signal"
-            )
-
         agent = HostAgent(
-            _worker_spec(config, rendezvous),
-            _logs_specs(config, log_root),
+            worker_spec(config, rendezvous),
+            logs_specs(config, log_root),
             grace=config.shutdown_timeout,
             extra_environment=environment,
             log_line_prefix=config.log_line_prefix,
             on_restart=on_restart,
-            on_signal=on_signal,
+            on_signal=lambda signum, running: say_signal(config, signum, running),
         )
-        interrupted: Interrupted | None = None
-        try:
-            with agent.signals, closing(agent):
-                agent.run()
-        except Interrupted as error:
-            interrupted = error
+        interrupted = run_agent(agent)
         failure = agent.failure
         if failure is not None:
             sys.stdout.flush()
             show(failure_report(failure, host=socket.gethostname(), restarts=restarts))
-            _hand_on_error_file(config, failure)
+            hand_on_error_file(config, failure)
         if interrupted is not None:
             return 128 + interrupted.signum
         return exit_status(failure.root.end.exit_code) if failure else 0
 
 
-def _worker_spec(config: LaunchConfig, rendezvous: RendezvousHandler) -> WorkerSpec:
+def run_agent(agent: HostAgent) -> Interrupted | None:
+    """Run an agent to its end; return what interrupted it, if a signal did."""
+    try:
+        with agent.signals, closing(agent):
+            agent.run()
+    except Interrupted as error:
+        return error
+    return None
+
+
+@contextmanager
+def worker_environment(config: LaunchConfig) -> Iterator[dict[str, str]]:
+    """Give the variables of all workers beside torchelastic's."""
+    with torchelastic_signals_disarmed() as signals_of_workers:
+        environment = {SIGNALS_TO_HANDLE: signals_of_workers}
+        if config.omp_num_threads is not None:
+            environment[OMP_NUM_THREADS] = str(config.omp_num_threads)
+        yield environment
+
+
+def say_signal(config: LaunchConfig, signum: signal.Signals, running: int) -> None:
+    """Say that a signal ends the workers."""
+    limit = f"{config.shutdown_timeout.total_seconds():g} s"
+    say(
+        f"{signum.name}: asking {running} running worker{'s' if running > 1 else ''} to "
+        f"end; killed after {limit}, or at a second signal"
+    )
+
+
+def worker_spec(config: LaunchConfig, rendezvous: RendezvousHandler) -> WorkerSpec:
+    """Return torchelastic's description of the workers."""
     entrypoint, *arguments = guarded(config.entry.command(config.python))
     return WorkerSpec(
         role=config.role,
@@ -110,7 +133,8 @@ def _worker_spec(config: LaunchConfig, rendezvous: RendezvousHandler) -> WorkerS
     )
 
 
-def _logs_specs(config: LaunchConfig, root: Path) -> DefaultLogsSpecs:
+def logs_specs(config: LaunchConfig, root: Path) -> DefaultLogsSpecs:
+    """Return torchelastic's description of the workers' logs."""
     if any(config.tee.values()) and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # tee'd lines at once, also into a pipe
     ranks = config.local_ranks_filter
@@ -144,7 +168,7 @@ def _log_root(config: LaunchConfig) -> Iterator[Path]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def _hand_on_error_file(config: LaunchConfig, failure: RoundFailure) -> None:
+def hand_on_error_file(config: LaunchConfig, failure: RoundFailure) -> None:
     """Copy the root cause's error file to where whoever started the launcher looks for it."""
     if config.error_file is None or failure.root.error_file is None:
         return

@@ -22,7 +22,7 @@ from tpu_dist.launch.service.server import PortTakenError, RendezvousServer
 from tpu_dist.topology.errors import TpuDistError
 
 FIRST_HOST_SECONDS = 60.0  # for somebody to come
-LINGER_SECONDS = 10.0  # after the last has gone: another may be on its way back
+LINGER_SECONDS = 3.0  # after the last has gone: another may be on its way back
 _LOOK_SECONDS = 0.25
 
 
@@ -93,7 +93,8 @@ async def _until_nobody_is_here(
 
 def main() -> None:
     """Read the orders, serve, and print one line of JSON: the ports, or ``error`` and ``taken``."""
-    logging.basicConfig(level=logging.INFO, format="tpu-launch rendezvous: %(message)s")
+    # Who is refused is said here; the rest is said by the launchers themselves.
+    logging.basicConfig(level=logging.WARNING, format="tpu-launch rendezvous: %(message)s")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal's end is not the run's
     orders = Orders(**json.load(sys.stdin))
 

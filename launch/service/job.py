@@ -61,6 +61,8 @@ class Job:
         self.waiting.pop(member.name, None)
         if self.closed is not None:
             self._tell([member], pb.ToHost(closed=self.closed))
+        elif standing.round:
+            self._tell([member], pb.ToHost())  # so that it knows that it is back
 
     def update(self, member: Member, standing: pb.Standing) -> None:
         """Take up what a host says of itself."""

@@ -42,6 +42,7 @@ PING_ANSWER_SECONDS = 4.0
 PINGS = (
     ("grpc.keepalive_time_ms", int(PING_SECONDS * 1000)),
     ("grpc.keepalive_timeout_ms", int(PING_ANSWER_SECONDS * 1000)),
+    ("grpc.http2.ping_timeout_ms", int(PING_ANSWER_SECONDS * 1000)),  # a minute, by default
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),

@@ -121,7 +121,7 @@ class Launches:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self._started: list[Launch] = []
+        self.started: list[Launch] = []
 
     def script(self, name: str, body: str) -> Path:
         path = self.home / name
@@ -136,9 +136,9 @@ class Launches:
             [str(argument) for argument in argv],
             {**inherited, "TMPDIR": str(self.home), **env},
             cwd or self.home,
-            self.home / f"launch{len(self._started)}",
+            self.home / f"launch{len(self.started)}",
         )
-        self._started.append(launch)
+        self.started.append(launch)
         return launch
 
     def run(self, *argv: object, cwd: Path | None = None, **env: str) -> tuple[int, Launch]:
@@ -156,7 +156,7 @@ def launches(home: Path) -> Iterator[Launches]:
     try:
         yield running
     finally:
-        left = {launch: launch.living() for launch in running._started}
+        left = {launch: launch.living() for launch in running.started}
         for launch in left:
             launch.kill_all()
     assert not any(left.values()), f"a launch left processes: {list(left.values())}"

@@ -45,7 +45,7 @@ def test_defaults_are_torchrun_s(script: str) -> None:
     assert (config.num_workers, config.max_restarts, config.role) == (1, 0, "default")
     assert config.monitor_interval == timedelta(seconds=0.1)
     assert config.shutdown_timeout == timedelta(seconds=30)
-    assert (config.rendezvous, config.log_dir, config.writes_logs) == ("standalone", None, False)
+    assert (config.pod, config.log_dir, config.writes_logs) == (None, None, False)
     assert config.python == sys.executable
     assert config.omp_num_threads is None
     assert config.notices == ()
@@ -95,7 +95,7 @@ def test_a_chosen_thread_count_is_left_alone(script: str) -> None:
     ],
 )
 def test_ways_to_say_one_host_are_accepted(script: str, accepted: dict[str, str]) -> None:
-    assert config_of(script, **accepted).rendezvous == "standalone"
+    assert config_of(script, **accepted).pod is None
 
 
 def test_other_kinds_of_entry(script: str, tmp_path: Path) -> None:
