@@ -61,7 +61,8 @@ def _scores(
         else:
             by_query = by_query + mask.astype(wide)
     if is_causal:
-        by_query = jnp.where(jnp.tri(*by_query.shape[-2:], dtype=bool), by_query, -jnp.inf)
+        allowed = jnp.tri(length, k.shape[2], dtype=bool)
+        by_query = jnp.where(allowed, by_query, -jnp.inf)
     return by_query.reshape(scores.shape)
 
 
