@@ -44,56 +44,67 @@ def total(rows: list[Tensor]) -> Tensor:
     return torch.stack(wide).sum(0).to(rows[0].dtype)
 
 
-def check_group(group: dist.ProcessGroup, members: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_group(
+    group: dist.ProcessGroup, members: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
     me, size = dist.get_rank(group), len(members)
     ranks = range(size)
 
+    def given(target: int, length: int = SIZE) -> Tensor:
+        return values(me, target, dtype, length).to(device)
+
+    def room(length: int = SIZE) -> Tensor:
+        return torch.empty(length, dtype=dtype, device=device)
+
     def same(found: Tensor, wanted: Tensor, verb: str) -> None:
-        where = f"{verb} of {dtype} in {members} on {dist.get_rank()}"
+        where = f"{verb} of {dtype} on {device} in {members} on {dist.get_rank()}"
         assert found.dtype == wanted.dtype
+        found = found.cpu()
         raw = found.view(torch.uint8).equal(wanted.view(torch.uint8))
         assert raw, f"{where}: {found[:8]} is not {wanted[:8]}"
 
     reduced = total([values(source, 9, dtype) for source in ranks])
-    tensor = values(me, 9, dtype)
+    tensor = given(9)
     dist.all_reduce(tensor, group=group)
     same(tensor, reduced, "all_reduce")
 
     for root in ranks:
-        tensor = values(me, 9, dtype)
+        tensor = given(9)
         dist.reduce(tensor, group_dst=root, group=group)
         if me == root:
             same(tensor, reduced, "reduce")
-        tensor = values(me, 8, dtype)
+        tensor = given(8)
         dist.broadcast(tensor, group_src=root, group=group)
         same(tensor, values(root, 8, dtype), "broadcast")
-        outputs = [torch.empty(SIZE, dtype=dtype) for _ in ranks] if me == root else None
-        dist.gather(values(me, 7, dtype), outputs, group_dst=root, group=group)
+        outputs = [room() for _ in ranks] if me == root else None
+        dist.gather(given(7), outputs, group_dst=root, group=group)
         for source, output in enumerate(outputs or ()):
             same(output, values(source, 7, dtype), "gather")
-        tensor = torch.empty(SIZE, dtype=dtype)
-        inputs = [values(root, target, dtype) for target in ranks] if me == root else None
+        tensor = room()
+        inputs = [given(target) for target in ranks] if me == root else None
         dist.scatter(tensor, inputs, group_src=root, group=group)
         same(tensor, values(root, me, dtype), "scatter")
 
-    outputs = [torch.empty(SIZE, dtype=dtype) for _ in ranks]
-    dist.all_gather(outputs, values(me, 6, dtype), group=group)
+    outputs = [room() for _ in ranks]
+    dist.all_gather(outputs, given(6), group=group)
     for source, output in enumerate(outputs):
         same(output, values(source, 6, dtype), "all_gather")
 
-    tensor = torch.empty(SIZE, dtype=dtype)
-    dist.reduce_scatter(tensor, [values(me, target, dtype) for target in ranks], group=group)
+    tensor = room()
+    dist.reduce_scatter(tensor, [given(target) for target in ranks], group=group)
     same(tensor, total([values(source, me, dtype) for source in ranks]), "reduce_scatter")
 
     lengths = [SIZE + 100 * target for target in ranks]
-    outputs = [torch.empty(lengths[me], dtype=dtype) for _ in ranks]
-    inputs = [values(me, target, dtype, lengths[target]) for target in ranks]
+    outputs = [room(lengths[me]) for _ in ranks]
+    inputs = [given(target, lengths[target]) for target in ranks]
     dist.all_to_all(outputs, inputs, group=group)
     for source, output in enumerate(outputs):
         same(output, values(source, me, dtype, lengths[me]), "all_to_all")
 
 
-def every_verb(rank: int, members: tuple[int, ...], dtypes: list[torch.dtype]) -> set[str]:
+def every_verb(
+    rank: int, members: tuple[int, ...], dtypes: list[torch.dtype], device: str = "cpu"
+) -> set[str]:
     """Check all verbs; return the forms that were used."""
     from tpu_dist.runtime.runtime import current_runtime
 
@@ -104,7 +115,7 @@ def every_verb(rank: int, members: tuple[int, ...], dtypes: list[torch.dtype]) -
         return set()
     assert isinstance(group, dist.ProcessGroup)
     for dtype in dtypes:
-        check_group(group, members, dtype)
+        check_group(group, members, dtype, device)
     lane = group._lane  # type: ignore[attr-defined]
     return {key.form for key in lane.programs._cache}
 
@@ -122,6 +133,15 @@ def test_every_verb_is_right_in_every_kind_of_group(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_right(pretending: RankPool, dtype: torch.dtype) -> None:
     pretending(every_verb, (0, 1, 2, 3), [dtype])
+
+
+@pytest.mark.parametrize("members", [(2, 0, 3, 1), (0, 1, 3)], ids=str)
+def test_tensors_on_the_device_take_the_same_forms(
+    pretending: RankPool, members: tuple[int, ...]
+) -> None:
+    for used in pretending(every_verb, members, DTYPES, "tpu"):
+        if used:
+            assert used >= {"masked_sum", "masked_scatter", "native_all_gather"}
 
 
 def on_a_part_of_a_slice(rank: int, members: tuple[int, ...]) -> set[str]:
