@@ -76,16 +76,14 @@ class ExactSizes:
         return rounded
 
 
-def pieces(
-    length: int, num_pieces: int, largest: int, rounded: Rounding = ladder_size
-) -> Iterator[list[Chunk]]:
+def pieces(length: int, num_pieces: int, largest: int) -> Iterator[list[Chunk]]:
     """Cut `length` elements into rounds of `num_pieces` chunks of one size, at most `largest`.
 
     Chunks at the end may be short, or empty.
     """
     for start in range(0, length, num_pieces * largest):
         rest = min(num_pieces * largest, length - start)
-        size = rounded(-(-rest // num_pieces), largest)
+        size = ladder_size(-(-rest // num_pieces), largest)
         starts = [start + piece * size for piece in range(num_pieces)]
         yield [Chunk(at, max(0, min(size, start + rest - at)), size) for at in starts]
 
