@@ -15,6 +15,7 @@ from jax import numpy as jnp
 
 from tpu_dist.runtime.device.tensors import is_on_device
 from tpu_dist.runtime.device.transfer import to_host
+from tpu_dist.runtime.operators.fallback import fall_back
 from tpu_dist.runtime.operators.functional_kernels import functional_kernel
 from tpu_dist.runtime.operators.lowering import LOWERINGS, lower
 from tpu_dist.runtime.operators.operator import Operator
@@ -433,8 +434,25 @@ def _histc(x: Array, bins: int = 100, low: Any = 0, high: Any = 0) -> Array:
     return jnp.zeros(bins, wide.dtype).at[place].add(1, mode="drop")
 
 
+def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """How often each number is there; waits for the largest, which says how long the result is."""
+    integral = not (self.is_floating_point() or self.is_complex() or self.dtype is torch.bool)
+    low, high = (int(x) for x in self.aminmax()) if integral and self.numel() else (0, -1)
+    weighted = weights is not None and (weights.dim() != 1 or weights.shape != self.shape)
+    if not integral or self.dim() != 1 or low < 0 or minlength < 0 or weighted:
+        raised: Tensor = fall_back(_aten.bincount.default, self, weights, minlength)
+        return raised
+    if weights is None:
+        values = torch.ones_like(self, dtype=torch.int64)
+    else:
+        values = weights if weights.dtype is torch.float32 else weights.double()
+    counts = torch.zeros(max(high + 1, minlength), dtype=values.dtype, device=self.device)
+    return counts.index_add_(0, self.long(), values) if self.numel() else counts
+
+
 KERNELS: Mapping[str, Callable[..., Any]] = {
     "index.Tensor": index,
+    "bincount": bincount,
     "index_put": index_put,
     "index_put_": index_put_,
     "_index_put_impl_": _index_put_impl,

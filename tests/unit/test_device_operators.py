@@ -430,3 +430,13 @@ def test_results_are_let_go_with_their_last_name_without_the_garbage_collector(k
     finally:
         gc.enable()
     assert after == before
+
+
+def test_bincount() -> None:
+    numbers, weights = torch.tensor([3, 0, 3, 1]), torch.tensor([0.5, 1, 2, 4])
+    for kind in (torch.int64, torch.uint8):
+        x = numbers.to(kind)
+        both(lambda d, x=x: [torch.bincount(x.to(d)), torch.bincount(x.to(d), minlength=7)])
+        both(lambda d, x=x: torch.bincount(x.to(d), weights.to(d), minlength=2))
+        both(lambda d, x=x: torch.bincount(x.to(d), weights.to(d).double()))
+        both(lambda d, x=x: torch.bincount(x.to(d)[:0], minlength=2))
