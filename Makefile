@@ -9,10 +9,11 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+MARK ?= -m "not slow"
 CODE := topology runtime collectives tpu_dist launch recipes tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint unit scale multi conformance benchmark stubs clean
+.PHONY: help train test test-all lint unit scale multi conformance benchmark stubs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
@@ -27,19 +28,23 @@ train: $(INSTALLED)
 
 test: lint unit scale multi
 
+# The tests that take minutes, too.
+test-all:
+	$(MAKE) test MARK=
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy -p tpu_dist
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/unit $(ARGS)
+	$(BIN)/python -m pytest -q $(MARK) tests/unit $(ARGS)
 
 scale: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/scale $(ARGS)
+	$(BIN)/python -m pytest -q $(MARK) tests/scale $(ARGS)
 
 multi: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/multi $(ARGS)
+	$(BIN)/python -m pytest -q $(MARK) tests/multi $(ARGS)
 
 # Full tables, minutes to an hour: see docs/conformance.md and docs/benchmarks.md.
 conformance: $(INSTALLED)
