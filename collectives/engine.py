@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tpu_dist.collectives.diagnosis import Progress, describe_absent, find_absent
 from tpu_dist.collectives.lane import Lane, LaneHooks
 from tpu_dist.collectives.operations import Operation
+from tpu_dist.collectives.siblings import Siblings
 from tpu_dist.collectives.task import Call, Task
 from tpu_dist.runtime.channel import Meta
 from tpu_dist.runtime.links import Links, Switchboard
@@ -64,12 +65,18 @@ class Engine:
                 self._lanes[key] = lane
             return lane
 
-    def submit(self, lane: Lane, task: Task, operations: Iterable[Operation]) -> None:
+    def submit(
+        self,
+        lane: Lane,
+        task: Task,
+        operations: Iterable[Operation],
+        siblings: Siblings | None = None,
+    ) -> None:
         """Run `operations` on `lane`, under the task's deadline."""
         self.watch(task)
         call = task.call
         self.progress[call.uid] = Progress(sequence=call.sequence, call=str(call))
-        lane.submit(task, operations)
+        lane.submit(task, operations, siblings)
 
     def watch(self, task: Task) -> None:
         """Have the task's owner end it at its deadline, unless it is settled by then."""

@@ -32,6 +32,7 @@ from tpu_dist.collectives.envelope import (
 from tpu_dist.collectives.forms import FORMS
 from tpu_dist.collectives.operations import Operation
 from tpu_dist.collectives.programs import Programs
+from tpu_dist.collectives.siblings import Siblings
 from tpu_dist.collectives.task import Task
 from tpu_dist.runtime.device.calls import filling
 from tpu_dist.runtime.links import Links
@@ -73,6 +74,7 @@ def current_lane() -> Lane | None:
 class _Job:
     task: Task
     operations: Iterable[Operation]
+    siblings: Siblings | None = None
 
 
 def _next(operations: Iterator[Operation]) -> Operation | None:
@@ -105,12 +107,14 @@ class Lane:
     Attributes:
         ranks: global ranks; the order is part of the lane's identity.
         rank_map: where the job's ranks stand; None where that is nowhere, or unknown.
+        has_siblings: whether groups that share out its ranks run on it, as one program.
     """
 
     runtime: Runtime
     ranks: tuple[int, ...]
     hooks: LaneHooks
     rank_map: RankMap | None = None
+    has_siblings: bool = field(default=False, init=False)
     programs: Programs = field(init=False)
     failure: CollectiveError | None = field(default=None, init=False)
     _queue: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue, init=False)
@@ -169,16 +173,19 @@ class Lane:
 
     # --- for callers
 
-    def submit(self, task: Task, operations: Iterable[Operation]) -> None:
+    def submit(
+        self, task: Task, operations: Iterable[Operation], siblings: Siblings | None = None
+    ) -> None:
         """Queue a task; it is settled when all of its operations are done, or one has failed.
 
         On the lane's own thread, where callbacks of futures run, it is run at once: so what a
         callback calls comes right after the call that it follows, on every rank.
 
         `operations` is iterated on the lane's thread: what a generator does between them, it does
-        when the one before is done.
+        when the one before is done. With `siblings` they are of groups that share out the lane's
+        ranks, and call together.
         """
-        job = _Job(task, operations)
+        job = _Job(task, operations, siblings)
         if self._thread is threading.current_thread():
             self._run_job(job)
             return
@@ -333,19 +340,26 @@ class Lane:
             program([block] * (self.num_ranks - 1))
 
     def _execute(self, operation: Operation, job: _Job) -> None:
-        payload = operation.payload(always=not self._has_programs)
-        envelopes = self._exchange_envelopes(operation.signature, payload)
+        members: Lane | Siblings = job.siblings or self
+        signature = operation.signature
+        payload = operation.payload(always=job.siblings is None and not self._has_programs)
+        envelopes = self._exchange_envelopes(signature, payload, members.num_ranks)
         while any(envelope.group != envelopes[0].group for envelope in envelopes):
             self._give_way(job, choose_group(envelopes))
-            envelopes = self._exchange_envelopes(operation.signature, payload)
-        check_agreement(operation.signature, envelopes, self.ranks)
+            envelopes = self._exchange_envelopes(signature, payload, members.num_ranks)
+        own = envelopes
+        if job.siblings is None:
+            check_agreement(signature, envelopes, self.ranks)
+        else:
+            job.siblings.check_agreement(signature, envelopes, self.ranks)
+            own = job.siblings.own(envelopes, self.ranks)
         if all(envelope.is_inline for envelope in envelopes):
             with filling():
-                operation.finish_inline(envelopes, self)
+                operation.finish_inline(own, members)
         else:
             self._connect()
             with filling():
-                operation.run(envelopes, self)
+                operation.run(envelopes, members)
 
     def _give_way(self, job: _Job, group: bytes | None) -> None:
         """Ranks stand at calls of different groups: run the next call of `group` first.
@@ -371,9 +385,17 @@ class Lane:
         digests = (group_digest(job.task.call.uid) for job in self._waiting)
         return list(dict.fromkeys(digest for digest in digests if digest != own))
 
-    def _exchange_envelopes(self, signature: Signature, payload: bytes | None) -> list[Envelope]:
+    def _exchange_envelopes(
+        self, signature: Signature, payload: bytes | None, num_ranks: int
+    ) -> list[Envelope]:
+        """All ranks' envelopes; without their sizes if they are of different groups."""
         own = pack(signature, payload, self._other_groups(group_digest(signature.uid)))
-        return [unpack(block, self.num_ranks) for block in self._all_gather(own)]
+        blocks = self._all_gather(own)
+        if self.has_siblings:  # of other sizes than the lane, and so are their envelopes' tables
+            heads = [unpack(block, 0) for block in blocks]
+            if any(head.group != heads[0].group for head in heads):
+                return heads
+        return [unpack(block, num_ranks) for block in blocks]
 
     def _all_gather(self, block: bytes) -> list[bytes]:
         """Everybody's block, by place in the lane."""

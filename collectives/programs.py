@@ -48,11 +48,12 @@ class Programs:
         """Compile nothing yet.
 
         Args:
-            devices: of the ranks, by rank.
+            devices: of the ranks, by rank; or such lists of groups that run as one program.
             own: this process's.
             placement: where the devices stand, if that is known: absolute forms are tuned for it.
         """
         self._devices = tuple(devices)
+        self._num_ranks = len(devices[0]) if isinstance(devices[0], list) else len(devices)
         self._own = own
         self.placement = placement
         self._cache: dict[_Key, Program] = {}
@@ -83,7 +84,7 @@ class Programs:
                 program = self._cache.get(key)
                 if program is None:
                     context = FormContext(
-                        num_ranks=len(self._devices),
+                        num_ranks=self._num_ranks,
                         wire=wire,
                         reducer=reducer,
                         root=root,
@@ -133,7 +134,7 @@ def compile_form(
         form: what to compile.
         size: elements of an operand.
         context: of the form, as `tune` returns it.
-        devices: of the ranks, by rank.
+        devices: of the ranks, by rank; or such lists of groups that run as one program.
         shape: of an operand, whose dtype is then the payload's own; None: it is flat, and of the
             dtype that carries it.
     """
@@ -142,12 +143,14 @@ def compile_form(
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     num_ranks, wire, tuned = context.num_ranks, context.wire, context.tuned
-    ordered = np.array(devices)
-    if tuned is None:
-        mesh = Mesh(ordered, (AXIS,))
-    else:
-        mesh = Mesh(ordered[list(context.order)].reshape(tuned.sizes), tuned.names)
-    spec = PartitionSpec(mesh.axis_names)
+    groups = np.array(devices).reshape(-1, num_ranks)
+    sizes, names = ((num_ranks,), (AXIS,)) if tuned is None else (tuned.sizes, tuned.names)
+    if tuned is not None:
+        groups = groups[:, list(context.order)]
+    if len(groups) > 1:
+        sizes, names = (len(groups), *sizes), ("groups", *names)
+    mesh = Mesh(groups.reshape(sizes), names)
+    spec = PartitionSpec(names)
 
     local = shape or (size,)
     dtype = _carrier(wire) if shape is None else wire.name
@@ -161,12 +164,12 @@ def compile_form(
 
     with jax.enable_x64(True):
         operand = jax.ShapeDtypeStruct(
-            (num_ranks * local[0], *local[1:]), dtype, sharding=NamedSharding(mesh, spec)
+            (groups.size * local[0], *local[1:]), dtype, sharding=NamedSharding(mesh, spec)
         )
         mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         operands = [operand] * form.num_operands(num_ranks)
         lowered = jax.jit(mapped, keep_unused=True).lower(*operands)
-        if tuned is None or not tuned.options or devices[0].platform != "tpu":
+        if tuned is None or not tuned.options or groups.flat[0].platform != "tpu":
             return lowered.compile()
         try:
             return lowered.compile(compiler_options=dict(tuned.options))

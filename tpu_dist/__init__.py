@@ -47,6 +47,7 @@ def init_device_mesh(
     device_type: str | None = None,
     topology: str | None = None,
     traffic: Sequence[float] | None = None,
+    lockstep: bool = False,
 ) -> DeviceMesh:
     """Return a DeviceMesh whose axes stand where the slice has the most links.
 
@@ -64,8 +65,14 @@ def init_device_mesh(
             its devices, row-major. On a TPU it is measured, and need not be given.
         traffic: how many bytes each axis gathers, relative to the others; default: four times
             those of the axis outside of it.
+        lockstep: a promise that every rank makes the same calls, in the same order, on its group
+            of an axis, as SPMD training does: then the groups of an axis run as one program, which
+            has more links, and which parts of a v5e or v6e slice cannot do without. A rank that
+            does not keep it makes the calls of all fail, with its name. False for pipelines, and
+            for whatever else calls some groups of an axis alone.
 
     Raises:
+        UnsupportedError: lockstep, where nobody knows how the ranks stand in a slice.
         TopologyError: mesh, topology and ranks do not fit each other.
         BringUpError: the default group is on another backend.
 
@@ -80,6 +87,7 @@ def init_device_mesh(
         device_type=device_type,
         topology=topology,
         traffic=traffic,
+        lockstep=lockstep,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpu_dist._autoload import BACKEND
+from tpu_dist._process_group import ProcessGroup
+from tpu_dist.collectives.siblings import Siblings
 from tpu_dist.errors import BringUpError, TopologyError
 from tpu_dist.runtime.job_topology import job_rank_map
-from tpu_dist.runtime.runtime import current_runtime
+from tpu_dist.runtime.runtime import Runtime, current_runtime
 from tpu_dist.topology.mesh_search import lay_out_mesh
 
 
@@ -23,6 +26,7 @@ def create_device_mesh(
     device_type: str | None,
     topology: str | None,
     traffic: Sequence[float] | None,
+    lockstep: bool,
 ) -> DeviceMesh:
     """Do what `tpu_dist.init_device_mesh` says. Collective over all ranks."""
     shape = tuple(mesh_shape)
@@ -48,7 +52,25 @@ def create_device_mesh(
         layout = lay_out_mesh(rank_map.system, shape, names=mesh_dim_names, traffic=traffic)
         ranks = torch.from_numpy(layout.ranks(rank_map)).to(torch.int)
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    return DeviceMesh(device_type or _tensors_device(), ranks, mesh_dim_names=names)
+    mesh = DeviceMesh(device_type or _tensors_device(), ranks, mesh_dim_names=names)
+    if lockstep:
+        _join_siblings(mesh, runtime)
+    return mesh
+
+
+_numbers = itertools.count()  # of meshes in lockstep: they are made in one order on all ranks
+
+
+def _join_siblings(mesh: DeviceMesh, runtime: Runtime) -> None:
+    """Have the groups of each axis run as one program."""
+    number = next(_numbers)
+    for axis, size in enumerate(mesh.mesh.shape):
+        if size in (1, runtime.world_size):
+            continue
+        groups = mesh.mesh.movedim(axis, -1).reshape(-1, size).tolist()
+        group = mesh.get_group(axis)
+        assert isinstance(group, ProcessGroup)
+        group.call_with_siblings(Siblings(runtime, groups, f"lockstep/{number}/{axis}"))
 
 
 def _tensors_device() -> str:

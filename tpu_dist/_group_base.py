@@ -16,6 +16,7 @@ from tpu_dist._job import Job
 from tpu_dist._recorder import VerbTime
 from tpu_dist._work import CoalescedWork, Work
 from tpu_dist.collectives.operations import Operation
+from tpu_dist.collectives.siblings import Siblings
 from tpu_dist.collectives.task import Call, Owner, Task
 from tpu_dist.errors import CollectiveError
 from tpu_dist.runtime.device import calls
@@ -73,6 +74,7 @@ class GroupBase(dist.ProcessGroup):
         self._description = description
         self._sequence = 0
         self._lane = job.engine.lane(ranks)
+        self._siblings: Siblings | None = None
         self._ended: str | None = None
         self._coalescing: list[Work] | None = None
 
@@ -243,12 +245,23 @@ class GroupBase(dist.ProcessGroup):
             uid=self._uid,
             sequence=self._sequence,
             verb=verb,
-            ranks=self._ranks,
+            ranks=self._ranks if self._siblings is None else self._siblings.everyone,
             detail=_describe(inputs),
         )
         task, work = self._begin(call, self._timeout_of(options), self._lane, inputs, outputs)
-        self._job.engine.submit(self._lane, task, operations)
+        self._job.engine.submit(self._lane, task, operations, self._siblings)
         return self._collect(work)
+
+    def call_with_siblings(self, siblings: Siblings) -> None:
+        """Run this group's calls from now on together with those of its siblings, on all ranks.
+
+        Args:
+            siblings: groups that share out all ranks, this one among them.
+        """
+        self._siblings = siblings
+        self._uid = siblings.uid
+        self._lane = self._job.engine.lane(siblings.everyone)
+        self._lane.has_siblings = True
 
     def _collect(self, work: Work) -> Work:
         if self._coalescing is not None:

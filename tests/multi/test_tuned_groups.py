@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool, gloo_cannot
 from torch import Tensor
+
+import tpu_dist
 
 pytestmark = gloo_cannot("it has no programs")
 
@@ -162,3 +165,72 @@ def test_a_part_of_a_slice_without_programs_is_right_over_the_hosts_network() ->
         for members in [(0, 1), (2, 0, 3)]:
             for used in pool(on_a_part_of_a_slice, members):
                 assert used == set()
+
+
+def in_lockstep(rank: int, dtypes: list[torch.dtype]) -> set[str]:
+    """Every verb along both axes of a mesh, by programs of all ranks; return their forms."""
+    mesh = tpu_dist.init_device_mesh((2, 2), mesh_dim_names=("dp", "tp"), lockstep=True)
+    used: set[str] = set()
+    for name in ("tp", "dp"):
+        group = mesh.get_group(name)
+        members = tuple(dist.get_process_group_ranks(group))
+        for dtype in dtypes:
+            check_group(group, members, dtype)
+        used |= {key.form for key in group._siblings.programs._cache}  # type: ignore[attr-defined]
+        world = torch.ones(3000)
+        dist.all_reduce(world)
+        assert world.eq(4).all()
+    return used
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:1x2x1", "v5e:1x2*2"])
+def test_groups_in_lockstep_run_as_one_program_and_are_right(topology: str) -> None:
+    with RankPool(4, env={"TPU_DIST_TOPOLOGY": topology}) as pool:
+        for used in pool(in_lockstep, [torch.float32, torch.bfloat16]):
+            assert used >= {"native_all_reduce", "native_all_gather", "native_reduce_scatter"}
+
+
+def one_axis_apart(rank: int, lockstep: bool, calls: str) -> str:
+    """One tp group does what the other does not; return what this rank was told."""
+    mesh = tpu_dist.init_device_mesh((2, 2), mesh_dim_names=("dp", "tp"), lockstep=lockstep)
+    group = mesh.get_group("tp")
+    if lockstep and calls == "none":
+        group.set_timeout(timedelta(seconds=6))
+    first = rank in dist.get_process_group_ranks(group) and mesh.get_local_rank("dp") == 0
+    tensor = torch.ones(5000)
+    try:
+        if calls == "other size" and first:
+            dist.all_reduce(torch.ones(6000), group=group)
+        elif calls == "other verb" and first:
+            dist.broadcast(tensor, group_src=0, group=group)
+        elif not (calls == "none" and first):
+            dist.all_reduce(tensor, group=group)
+            assert tensor.eq(2).all()
+    except tpu_dist.TpuDistError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+TOPOLOGY = {"TPU_DIST_TOPOLOGY": "v5e:2x2"}
+
+
+@pytest.mark.parametrize("calls", ["other size", "other verb", "none"])
+def test_groups_that_made_no_promise_do_not_wait_for_each_other(calls: str) -> None:
+    with RankPool(4, env=TOPOLOGY) as pool:
+        assert pool(one_axis_apart, False, calls) == ["done"] * 4
+
+
+@pytest.mark.parametrize("calls", ["other size", "other verb"])
+def test_groups_in_lockstep_that_differ_are_told_so_on_every_rank(calls: str) -> None:
+    with RankPool(4, env=TOPOLOGY) as pool:
+        for said in pool(one_axis_apart, True, calls):
+            assert said.startswith("MismatchError"), said
+
+
+def test_a_group_in_lockstep_that_does_not_come_is_named_in_time() -> None:
+    with RankPool(4, env=TOPOLOGY) as pool:
+        results = pool(one_axis_apart, True, "none")
+    assert results[0] == results[1] == "done"
+    for said in results[2:]:
+        assert said.startswith("CollectiveTimeoutError"), said
+        assert "rank 0" in said or "ranks 0" in said or "[0, 1]" in said, said
