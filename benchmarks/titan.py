@@ -74,7 +74,7 @@ DEGREE = "--parallelism.{}_degree"
 SHARD, REPLICATE = DEGREE.format("data_parallel_shard"), DEGREE.format("data_parallel_replicate")
 TP, CP = DEGREE.format("tensor_parallel"), DEGREE.format("context_parallel")
 PP, EP = DEGREE.format("pipeline_parallel"), DEGREE.format("expert_parallel")
-SAVING = "--checkpoint.interval {half} --no-checkpoint.last_save_model_only"
+SAVING = "--checkpoint.interval {half} --checkpoint.no-last-save-model-only"
 GOING_ON = f"{SAVING} --checkpoint.exclude_from_loading dataloader"
 BF16 = "--training.mixed_precision_param bfloat16"
 

@@ -205,7 +205,7 @@ def _flash(
             f"attention of sharded tensors has no dropout on 'tpu', and {dropout_p} was asked for"
         )
     out, sums = _forward(query, key, value, None, is_causal, _factor(query, scale))
-    nothing = query.new_empty(0)
+    nothing = query.new_empty(())  # no dimension: DTensor takes it for what is not sharded
     sizes = query.shape[2], key.shape[2]
     return out, sums, nothing, nothing, *sizes, nothing, nothing, nothing
 
