@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.testing import assert_close
 
 pytestmark = gloo_cannot("it has no tensors on 'tpu'")
@@ -57,6 +59,32 @@ def test_a_pipeline_has_the_gradients_of_one_process(pool2: RankPool) -> None:
     for ours, theirs in pool2(pipeline):
         assert ours
         assert_close(ours, theirs)
+
+
+def attention_in_a_ring(rank: int) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, upstream = (torch.randn(2, 4, 16, 8, generator=generator) for _ in range(4))
+    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    wanted = nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    wanted.backward(upstream)
+
+    mesh = init_device_mesh("tpu", (2,))
+    torch.tpu.reset_fallback_counts()
+    parts = [t.to("tpu") for t in (q, k, v, upstream)]
+    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 4):
+        leaves = [t.detach().clone().requires_grad_() for t in parts[:3]]
+        out = nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        out.backward(parts[3].clone())
+    shards = [out.detach(), *(leaf.grad for leaf in leaves)]
+    ours = context_parallel_unshard(mesh, shards, [2] * 4)
+    theirs = [wanted.detach(), *(t.grad for t in whole)]
+    return [t.cpu() for t in ours], theirs, torch.tpu.fallback_counts()
+
+
+def test_attention_over_a_sharded_sequence_is_that_of_the_whole(pool2: RankPool) -> None:
+    for ours, theirs, fallbacks in pool2(attention_in_a_ring):
+        assert_close(ours, theirs)
+        assert not fallbacks
 
 
 def redistribute(rank: int) -> tuple[list[Tensor], str]:
