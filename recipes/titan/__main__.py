@@ -103,6 +103,12 @@ def _config(
         prog=parser.prog,
         description=parser.format_help(),
     )
+    for option in ("config_file", "custom_config_module"):
+        if getattr(config.job, option):
+            raise ValueError(
+                f"--job.{option} is not read here: a configuration is a function. Give its values "
+                f"as options, or write a module and name it with --module."
+            )
     return config
 
 

@@ -92,6 +92,7 @@ def test_mfu_knows_every_generation_and_makes_up_none(found: dict[str, Any]) -> 
         ("--config lama", "--config lama; tpu_dist.recipes.titan.configs has llama3_debug"),
         ("--config llama3_debug --topology v99:2x2", "v99"),
         ("--config llama3_debug --training.stepz 3", "--training.stepz"),
+        ("--config llama3_debug --job.config_file x.toml", "--job.config_file is not read here"),
         ("--device abacus", "invalid choice: 'abacus'"),
         ("--module no.such.module --config x", "no.such.module"),
     ],

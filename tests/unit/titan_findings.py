@@ -43,6 +43,7 @@ COMMAND_LINES = [
     "--config lama",
     "--config llama3_debug --topology v99:2x2",
     "--config llama3_debug --training.stepz 3",
+    "--config llama3_debug --job.config_file x.toml",
     "--device abacus",
     "--module no.such.module --config x",
 ]
