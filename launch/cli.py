@@ -97,11 +97,20 @@ def _run_serve(argv: Sequence[str]) -> int:
     return run_serve(argv, read_environment(os.environ))
 
 
+def _run_simulate(argv: Sequence[str]) -> int:
+    from tpu_dist.launch.environment import quiet_grpc
+    from tpu_dist.launch.simulate_cli import run_simulate
+
+    quiet_grpc()
+    return run_simulate(argv)
+
+
 # What the first argument may be other than an option or a script; a script of that name is ./topo.
 _COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "topo": _run_topo,
     "plan": _run_plan,
     "serve": _run_serve,
+    "simulate": _run_simulate,
 }
 
 _app = new_app()
@@ -123,8 +132,8 @@ def _show_version(asked: bool) -> None:
     },
     epilog="Each option may come from the environment instead, as in TPU_LAUNCH_MAX_RESTARTS=3; "
     "the command line wins. Options may be written with underscores. "
-    "tpu-launch topo draws a slice, plan compiles for one, serve runs the rendezvous alone: see "
-    "their --help.",
+    "tpu-launch topo draws a slice, plan compiles for one, serve runs "
+    "the rendezvous alone, simulate tries it with thousands of hosts: see their --help.",
 )
 def _command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each worker runs.")],

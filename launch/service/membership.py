@@ -14,18 +14,24 @@ from tpu_dist.launch.errors import RendezvousError
 from tpu_dist.launch.service import rendezvous_pb2 as pb
 from tpu_dist.launch.service.rendezvous_pb2_grpc import RendezvousStub
 from tpu_dist.launch.service.security import Security
-from tpu_dist.launch.service.server import PING_ANSWER_SECONDS, PING_SECONDS, PINGS
+from tpu_dist.launch.service.server import (
+    HOST_PING_ANSWER_SECONDS,
+    HOST_PING_SECONDS,
+    PING_ANSWER_SECONDS,
+    PING_SECONDS,
+    pings,
+)
 
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 1.0
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 30.0
 DEFAULT_PATIENCE_SECONDS = 30.0  # with a service that was there and does not answer
 # Our own name may be taken by a launcher that is gone, until the service has noticed that.
 _TWICE_SECONDS = PING_SECONDS + PING_ANSWER_SECONDS + 3.0
 _HELD_SECONDS = 2.0  # a stream that held as long was a connection, also if nothing came
 
 _OPTIONS = (
-    *PINGS,
+    *pings(HOST_PING_SECONDS, HOST_PING_ANSWER_SECONDS),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 2**24),

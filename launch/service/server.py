@@ -31,24 +31,33 @@ from tpu_dist.launch.service.security import Security
 _logger = logging.getLogger(__name__)
 
 SERVICE = "tpu_dist.rendezvous.v1.Rendezvous"
-FIRST_WORD_SECONDS = 10.0  # that a connection gets to say who it is
+FIRST_WORD_SECONDS = 30.0  # that a connection gets to say who it is
 MAX_RUNS = 64
 _LAST_WRITE_SECONDS = 5.0
 
 # Both sides ping. A peer that does not answer (stopped, cut off, switched off) is dropped after the
-# sum of the two, whatever its kernel still acknowledges.
+# sum of the two, whatever its kernel still acknowledges. The service looks sooner: it has others to
+# tell. Its hosts notice its process's end at once, and look for the end of its machine only.
 PING_SECONDS = 2.0
 PING_ANSWER_SECONDS = 4.0
-PINGS = (
-    ("grpc.keepalive_time_ms", int(PING_SECONDS * 1000)),
-    ("grpc.keepalive_timeout_ms", int(PING_ANSWER_SECONDS * 1000)),
-    ("grpc.http2.ping_timeout_ms", int(PING_ANSWER_SECONDS * 1000)),  # a minute, by default
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-)
+HOST_PING_SECONDS = 10.0
+HOST_PING_ANSWER_SECONDS = 10.0
+
+
+def pings(every: float, answer: float) -> tuple[tuple[str, int], ...]:
+    """Return gRPC's options for pinging the other side."""
+    return (
+        ("grpc.keepalive_time_ms", int(every * 1000)),
+        ("grpc.keepalive_timeout_ms", int(answer * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(answer * 1000)),  # a minute, by default
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
 _OPTIONS = (
-    *PINGS,
+    *pings(PING_SECONDS, PING_ANSWER_SECONDS),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16_384),
@@ -137,23 +146,26 @@ class RendezvousServer:
             await self._refuse(context, refused)
             return
         why = "its connection ended: its launcher was killed, or its machine or network is gone"
+        refusal: Refused | None = None
         writer = asyncio.create_task(_write(member, context))
         try:
             job.update(member, standing)
             while (data := await context.read()) is not grpc.aio.EOF:
                 job.update(member, parse_message(data).standing)
         except Refused as refused:
+            refusal = refused
             why = f"it sent what cannot be read: {refused.why}"
-            await self._refuse(context, refused)
         finally:
             job.lost(member, why)
-            # gRPC cannot end a stream within a write: let that come to its end, good or bad.
-            member.outbox.put_nowait(())
-            await asyncio.wait({writer}, timeout=_LAST_WRITE_SECONDS)
             self.has_ended |= job.closed is not None
             if not job.num_hosts and self._jobs.get(job.run_id) is job:
                 del self._jobs[job.run_id]
                 job.end()
+            # gRPC cannot end a stream within a write: let that come to its end, good or bad.
+            member.outbox.put_nowait(())
+            await asyncio.wait({writer}, timeout=_LAST_WRITE_SECONDS)
+        if refusal is not None:
+            await self._refuse(context, refusal)
 
     async def _admit(self, context: Any) -> tuple[Job, Member, pb.Standing]:
         if not self.security.admits(context.invocation_metadata()):
@@ -166,7 +178,9 @@ class RendezvousServer:
                 data = await context.read()
         except TimeoutError:
             raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "it did not say who it is") from None
-        message = parse_message(b"" if data is grpc.aio.EOF else data)
+        if data is grpc.aio.EOF:
+            raise Refused(grpc.StatusCode.CANCELLED, "it went before it said who it is")
+        message = parse_message(data)
         host = message.host
         check_host(host)
         if self.only_run not in (None, host.run_id):
@@ -188,8 +202,9 @@ class RendezvousServer:
         return job, member, message.standing
 
     async def _refuse(self, context: Any, refused: Refused) -> None:
-        self.counters.peers_refused += 1
-        _logger.warning("refused %s: %s", context.peer(), refused.why)
+        if refused.code is not grpc.StatusCode.CANCELLED:
+            self.counters.peers_refused += 1
+            _logger.warning("refused %s: %s", context.peer(), refused.why)
         await context.abort(refused.code, refused.why)
 
 

@@ -85,6 +85,11 @@ class Launch:
         assert self._process.exitcode is not None, f"still runs after {seconds} s: {self.stderr}"
         return self._process.exitcode
 
+    @property
+    def ended(self) -> bool:
+        """Whether the launcher has ended."""
+        return self._process.exitcode is not None
+
     def signal(self, signum: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, signum)

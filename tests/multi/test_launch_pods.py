@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,6 +221,25 @@ def test_what_belongs_to_another_run_is_told_so(pod: Pods) -> None:
     first.signal(signal.SIGTERM)
     assert first.wait() == 143
     pod.nothing_is_left()
+
+
+def test_a_service_that_stands_alone_serves_several_runs(pod: Pods) -> None:
+    script = pod.script("note('runs')")
+    service = pod.runs.start(
+        *("serve", "--host=127.0.0.1", f"--port={pod.port}", "--metrics-port=0")
+    )
+    said(service, "metrics at http://127.0.0.1:")
+    hosts = [
+        pod.start(name, f"--rdzv-id={run}", script) for run in ("one", "two") for name in ("a", "b")
+    ]
+    assert [launch.wait() for launch in hosts] == [0, 0, 0, 0]
+    assert pod.services() == []  # none of their own
+    page = service.stderr.partition("metrics at ")[2].split()[0]
+    with urllib.request.urlopen(page, timeout=10) as answer:
+        assert "tpu_launch_rounds_total 2\n" in answer.read().decode()
+    service.signal(signal.SIGTERM)
+    assert service.wait() == 0
+    assert "run one has ended: all workers ended well" in service.stderr
 
 
 def test_torchrun_takes_the_rendezvous_by_its_entry_point(pod: Pods, tmp_path: Path) -> None:
