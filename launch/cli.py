@@ -97,6 +97,12 @@ def _run_serve(argv: Sequence[str]) -> int:
     return run_serve(argv, read_environment(os.environ))
 
 
+def _run_doctor(argv: Sequence[str]) -> int:
+    from tpu_dist.launch.doctor_cli import run_doctor
+
+    return run_doctor(argv, read_environment(os.environ))
+
+
 def _run_simulate(argv: Sequence[str]) -> int:
     from tpu_dist.launch.environment import quiet_grpc
     from tpu_dist.launch.simulate_cli import run_simulate
@@ -109,6 +115,7 @@ def _run_simulate(argv: Sequence[str]) -> int:
 _COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "topo": _run_topo,
     "plan": _run_plan,
+    "doctor": _run_doctor,
     "serve": _run_serve,
     "simulate": _run_simulate,
 }
@@ -132,7 +139,7 @@ def _show_version(asked: bool) -> None:
     },
     epilog="Each option may come from the environment instead, as in TPU_LAUNCH_MAX_RESTARTS=3; "
     "the command line wins. Options may be written with underscores. "
-    "tpu-launch topo draws a slice, plan compiles for one, serve runs "
+    "tpu-launch doctor examines this host, topo draws a slice, plan compiles for one, serve runs "
     "the rendezvous alone, simulate tries it with thousands of hosts: see their --help.",
 )
 def _command(

@@ -97,7 +97,7 @@ def agree(what: str, claims: Iterable[Claim[T] | None]) -> Claim[T] | None:
 def contradiction(what: str, one: Claim[Any], other: Claim[Any]) -> TopologyError:
     """Return the error for two claims that cannot both hold."""
     return TopologyError(
-        f"{what} is {_text(one.value)} by {one.origin}, and {_text(other.value)} by "
+        f"{what} is {value_text(one.value)} by {one.origin}, and {value_text(other.value)} by "
         f"{other.origin}. One of them is left over from another slice or job: unset or correct it."
     )
 
@@ -119,7 +119,8 @@ def _is_address(host: str) -> bool:
     return host.startswith("[") or all(part.isdigit() for part in host.split("."))
 
 
-def _text(value: object) -> str:
+def value_text(value: object) -> str:
+    """Return a claim's value as a message shows it."""
     if isinstance(value, Shape):
         return "x".join(map(str, value))
     if isinstance(value, tuple) and all(isinstance(part, str) for part in value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -293,3 +294,17 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
             host.kill()
     assert [host.returncode for host in hosts] == [0, 0], printed
     assert "rank 1 of 2" in printed[0] and "rank 0 of 2" in printed[1]
+
+
+def test_the_doctor_tries_the_devices(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tpu_dist.launch", "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    (found,) = [each for each in json.loads(done.stdout) if each["topic"] == "all_reduce"]
+    assert found["level"] == "ok", found
+    assert "of 1 MiB by 2 ranks in 2 s, all right" in found["text"]
