@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from tpu_dist.launch.addresses import is_loopback
 from tpu_dist.launch.environment import current, read_environment
 from tpu_dist.launch.errors import LaunchError, RendezvousError
+from tpu_dist.launch.holders import listener_on
 from tpu_dist.launch.pod import PodConfig
 from tpu_dist.launch.rendezvous import TPU, choose_rendezvous, listening_address
 from tpu_dist.launch.service import rendezvous_pb2 as pb
@@ -40,6 +41,7 @@ _logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _CONNECT_TIMEOUT = timedelta(seconds=15)  # it listens already: this is for one that has died
+_OURS = ("tpu_dist.launch", "tpu-launch")  # in the command of what may serve there
 _ANY_RESTARTS = 2**31 - 1  # torchrun counts them itself
 
 
@@ -171,8 +173,13 @@ class PodRendezvous(RendezvousHandler):
                 )
             )
         except PortTakenError:
-            # By another launcher of this host, a service that outlived its launcher, or a stranger,
-            # who answers differently and is named then.
+            # By another launcher of this host, or a service that outlived its launcher, as a rule.
+            holder = listener_on(endpoint.port)
+            if holder is not None and not any(name in holder.command for name in _OURS):
+                raise LaunchError(
+                    f"port {endpoint.port} is taken by pid {holder.pid} ({holder.command}): end "
+                    f"that, or give another port with --rdzv-endpoint on all hosts"
+                ) from None
             _logger.info("port %d is taken: expecting the rendezvous there", endpoint.port)
 
     def _open_store(self, assigned: pb.Assigned) -> pb.Store:

@@ -16,6 +16,8 @@ import pytest
 from launch_harness import eventually
 from pods import Pods, kill, pods, said, stop
 
+from tpu_dist.launch.holders import listener_on
+
 pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -222,6 +224,22 @@ def test_what_belongs_to_another_run_is_told_so(pod: Pods) -> None:
     first.signal(signal.SIGTERM)
     assert first.wait() == 143
     pod.nothing_is_left()
+
+
+def test_a_stranger_on_the_port_is_named_at_once(pod: Pods) -> None:
+    code = (
+        f"import socket, time; s = socket.create_server(('127.0.0.1', {pod.port})); time.sleep(60)"
+    )
+    stranger = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        eventually(lambda: listener_on(pod.port), "the stranger listens")
+        launch = pod.start("a", pod.script("note('runs')"))
+        assert launch.wait() == 2
+        assert f"port {pod.port} is taken by pid {stranger.pid} (" in launch.stderr
+        assert not list(launch.notes.iterdir())
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 def test_a_service_that_stands_alone_serves_several_runs(pod: Pods) -> None:
