@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -208,6 +209,43 @@ def test_a_killed_run_resumes_with_exactly_the_losses_it_would_have_had(
     assert resumed == {step: reference[step] for step in range(min(resumed), NUM_STEPS + 1)}
     assert reported(run_dir, "validation") == reported(uninterrupted, "validation")
     assert not unfinished.exists()
+
+
+def test_two_hosts_go_on_from_the_checkpoint_when_one_of_them_is_killed(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "pod"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    def host(name: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tpu_dist.launch", "--nnodes=2", "--max-restarts=2"),
+                *(f"--rdzv-endpoint=127.0.0.1:{port}", f"--node-name={name}"),
+                *("-m", "tpu_dist.recipes.kjv", "--backend", BACKEND, "--device", DEVICE),
+                *("--run-dir", str(run_dir), "--json", f"{run_dir}.jsonl", "--resume", *TINY),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+        )
+
+    hosts = {name: Launched(host(name)) for name in "ab"}
+    lost = hosts["b"]
+    try:
+        first = run_dir / "checkpoints" / f"step-{SAVE_EVERY:08d}"
+        hosts["a"].wait_until(first.is_dir, seconds=LAUNCH_SECONDS)
+        lost.send(signal.SIGKILL)  # its worker dies with it
+        hosts["b"] = Launched(host("b"))
+        results = {name: each.wait(seconds=LAUNCH_SECONDS) for name, each in hosts.items()}
+    finally:
+        for each in (*hosts.values(), lost):
+            each.close()
+    assert [result.returncode for result in results.values()] == [0, 0], results
+    assert "host b is lost" in results["a"].stderr
+    assert losses(run_dir) == losses(uninterrupted)
 
 
 def test_a_run_resumes_on_another_number_of_processes(uninterrupted: Path, tmp_path: Path) -> None:
