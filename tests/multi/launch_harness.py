@@ -92,7 +92,8 @@ class Launch:
 
     def signal(self, signum: signal.Signals) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, signum)
+        if not self.ended:
+            os.kill(self._process.pid, signum)
 
     def note(self, name: str, *, rank: int, attempt: int = 0) -> Any:
         """Return what a worker noted, as soon as it has."""

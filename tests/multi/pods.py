@@ -85,6 +85,9 @@ def _free_port() -> int:
     return port
 
 
-def kill(pid: int) -> None:
-    """Kill a process."""
-    os.kill(pid, signal.SIGKILL)
+def send(pid: int, signum: signal.Signals) -> None:
+    """Send a signal to a process, which may have ended meanwhile."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        pass

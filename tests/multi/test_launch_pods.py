@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from launch_harness import eventually
-from pods import Pods, kill, pods, said, stop
+from pods import Pods, pods, said, send, stop
 
 from tpu_dist.launch.holders import listener_on
 
@@ -173,7 +173,8 @@ def test_a_service_that_dies_is_started_anew_and_the_workers_notice_nothing(pod:
     hosts = {name: pod.start(name, script) for name in "ba"}
     for rank, name in enumerate("ab"):
         hosts[name].note("runs", rank=rank)
-    kill(*pod.services())
+    (service,) = pod.services()
+    send(service, signal.SIGKILL)
     for launch in hosts.values():
         said(launch, "is there again")
     for launch in hosts.values():
