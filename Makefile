@@ -38,7 +38,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy -p tpu_dist
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -q $(MARK) tests/unit $(ARGS)
+	$(BIN)/python -m pytest -q $(MARK) -n 2 --dist loadfile tests/unit $(ARGS)
 
 scale: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(MARK) tests/scale $(ARGS)

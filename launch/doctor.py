@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tpu_dist.launch.addresses import own_address
 from tpu_dist.launch.environment import Environment
-from tpu_dist.launch.holders import Holder, holders_of_chips, listener_on
+from tpu_dist.launch.holders import holders_of_chips, listener_on
 from tpu_dist.launch.pod import DEFAULT_PORT
 from tpu_dist.topology.chips import scan_devices
 from tpu_dist.topology.claims import Description, value_text
@@ -154,7 +154,7 @@ def _check_chips(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             topic="chips",
             level=Level.FAULT,
-            text=f"{', '.join(holder.files)} held by {_described(holder)}: end it before a run",
+            text=f"{', '.join(holder.files)} held by {holder}: end it before a run",
         )
 
 
@@ -183,7 +183,7 @@ def _check_ports(machine: Machine) -> Iterator[Finding]:
             if error.errno != errno.EADDRINUSE:
                 raise
             holder = listener_on(port, machine.root)
-            by = _described(holder) if holder else "a process that is not ours to see"
+            by = str(holder) if holder else "a process that is not ours to see"
             text = f"{port} ({what}) is taken by {by}"
             yield Finding(topic="ports", level=Level.FAULT, text=text)
     yield Finding(
@@ -262,10 +262,6 @@ def _chips(machine: Machine) -> str | None:
     except TopologyError:
         return None
     return kind.name if kind is not None else None
-
-
-def _described(holder: Holder) -> str:
-    return f"pid {holder.pid} ({holder.command})"
 
 
 _CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (

@@ -20,6 +20,9 @@ class Holder:
     command: str
     files: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({self.command[:_MAX_COMMAND]})"
+
 
 def holders_of_chips(root: Path = Path("/")) -> Iterator[Holder]:
     """Yield the processes that have a chip's file open."""
@@ -72,4 +75,4 @@ def _command(process: Path) -> str:
         text = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return "it has ended"
-    return text.strip()[:_MAX_COMMAND]
+    return text.strip()

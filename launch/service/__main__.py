@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -82,8 +83,12 @@ async def _until_nobody_is_here(
     server: RendezvousServer, ended: asyncio.Event, for_ever: bool
 ) -> None:
     loop = asyncio.get_running_loop()
+    starter = os.getppid()
     deadline = loop.time() + FIRST_HOST_SECONDS
     while not ended.is_set():
+        if starter != os.getppid():  # it has gone: who else would come, before anybody has?
+            starter = os.getppid()
+            deadline = min(deadline, loop.time() + LINGER_SECONDS)
         if for_ever or server.num_hosts:
             deadline = loop.time() + LINGER_SECONDS
         elif server.has_ended or loop.time() >= deadline:

@@ -177,7 +177,7 @@ class PodRendezvous(RendezvousHandler):
             holder = listener_on(endpoint.port)
             if holder is not None and not any(name in holder.command for name in _OURS):
                 raise LaunchError(
-                    f"port {endpoint.port} is taken by pid {holder.pid} ({holder.command}): end "
+                    f"port {endpoint.port} is taken by {holder}: end "
                     f"that, or give another port with --rdzv-endpoint on all hosts"
                 ) from None
             _logger.info("port %d is taken: expecting the rendezvous there", endpoint.port)

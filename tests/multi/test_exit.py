@@ -318,6 +318,8 @@ sys.exit(3 + rank)
 def test_a_callback_that_waits_for_a_peer_does_not_hold_up_the_exit(job: Start) -> None:
     script = """
 all_reduce()
+if rank == 1:
+    await_mark(0, "asked")  # done before that, the callback would run in the main thread
 work = dist.all_reduce(torch.ones(3), async_op=True)
 if rank == 0:
     waits = threading.Event()
@@ -325,6 +327,7 @@ if rank == 0:
         waits.set()
         all_reduce()
     future = work.get_future().then(never_matched)
+    mark("asked")
     waits.wait(20)
     time.sleep(0.2)
     mark("waiting")

@@ -243,23 +243,37 @@ def test_a_stranger_on_the_port_is_named_at_once(pod: Pods) -> None:
         stranger.wait()
 
 
-def test_a_service_that_stands_alone_serves_several_runs(pod: Pods) -> None:
+def test_a_service_that_stands_alone_serves_several_runs(pod: Pods, tmp_path: Path) -> None:
     script = pod.script("note('runs')")
-    service = pod.runs.start(
-        *("serve", "--host=127.0.0.1", f"--port={pod.port}", "--metrics-port=0")
+    said_by = tmp_path / "service"
+    # A command as users have it: who is on the port is known by that.
+    command = [sys.executable, "-m", "tpu_dist.launch", "serve", "--host=127.0.0.1"]
+    with said_by.open("w") as log:
+        service = subprocess.Popen([*command, f"--port={pod.port}", "--metrics-port=0"], stderr=log)
+    try:
+        _serves_two_runs(pod, script, service, said_by)
+    finally:
+        service.kill()
+        service.wait()
+
+
+def _serves_two_runs(
+    pod: Pods, script: Path, service: subprocess.Popen[bytes], said_by: Path
+) -> None:
+    eventually(
+        lambda: "metrics at http://127.0.0.1:" in said_by.read_text(), "the service is there"
     )
-    said(service, "metrics at http://127.0.0.1:")
     hosts = [
         pod.start(name, f"--rdzv-id={run}", script) for run in ("one", "two") for name in ("a", "b")
     ]
     assert [launch.wait() for launch in hosts] == [0, 0, 0, 0]
     assert pod.services() == []  # none of their own
-    page = service.stderr.partition("metrics at ")[2].split()[0]
+    page = said_by.read_text().partition("metrics at ")[2].split()[0]
     with urllib.request.urlopen(page, timeout=10) as answer:
         assert "tpu_launch_rounds_total 2\n" in answer.read().decode()
-    service.signal(signal.SIGTERM)
-    assert service.wait() == 0
-    assert "run one has ended: all workers ended well" in service.stderr
+    service.send_signal(signal.SIGTERM)
+    assert service.wait(20) == 0
+    assert "run one has ended: all workers ended well" in said_by.read_text()
 
 
 def test_torchrun_takes_the_rendezvous_by_its_entry_point(pod: Pods, tmp_path: Path) -> None:

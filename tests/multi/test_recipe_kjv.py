@@ -260,6 +260,7 @@ def test_a_run_resumes_on_another_number_of_processes(uninterrupted: Path, tmp_p
         assert loss == pytest.approx(reference[step][0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_accumulating_gradients_gives_the_same_losses(uninterrupted: Path, tmp_path: Path) -> None:
     shorter = ("--num-steps", "8", "--save-every", "0", "--sample-tokens", "0")
     many, one = tmp_path / "many", tmp_path / "one"
