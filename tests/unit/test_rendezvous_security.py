@@ -78,7 +78,7 @@ def test_a_peer_without_the_token_is_refused_and_disturbs_nobody(token: str | No
         ),
         (pb.FromHost(host=host("b"), standing=pb.Standing(state=99)).SerializeToString(),),  # type: ignore[arg-type]
         (b"\x00" * (MAX_MESSAGE_BYTES + 1),),
-        (pb.FromHost(host=host("b")).SerializeToString(), b"\xff\xff\xff"),
+        (pb.FromHost(host=host("b", hosts=3)).SerializeToString(), b"\xff\xff\xff"),
     ],
 )
 def test_what_cannot_be_read_is_refused_and_disturbs_nobody(messages: tuple[bytes, ...]) -> None:
