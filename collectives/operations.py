@@ -216,24 +216,16 @@ class Whole:
 
     def _run_as_it_is(self, plan: Plan, members: Members) -> None:
         shape = self.signature.shape or (1,)
-        root, size = self.signature.root, members.num_ranks
         array = to_array(self._flat.view(shape), members.device)
-        reducer = self.signature.reducer
-        is_hop = plan.form.name == "hop"
-        arrives = arrival_step((members.index - (root or 0)) % size) if is_hop else 0
-        for step in range(num_steps(size) if is_hop else 1):
+        size, reducer = self._flat.numel(), self.signature.reducer
+        if plan.form.name == "hop":
+            array = self._hop(array, plan, size, self._wire, members, shape)
+        else:
+            root = self.signature.root if reducer is None else None
             program = members.programs.get(
-                plan.form,
-                size=self._flat.numel(),
-                wire=self._wire,
-                reducer=reducer,
-                root=root if reducer is None else None,
-                step=step,
-                shape=shape,
+                plan.form, size=size, wire=self._wire, reducer=reducer, root=root, shape=shape
             )
-            (output,) = program([array])
-            if step == arrives:
-                array = output
+            (array,) = program([array])
         if self.keeps:
             destination = _Destination(self.tensor)
             copy_out(array, destination.flat, members.device)
@@ -242,21 +234,34 @@ class Whole:
     def _pass_on(
         self, payload: torch.Tensor, target: torch.Tensor, plan: Plan, members: Members
     ) -> None:
-        """A broadcast, step by step; a rank that holds nothing yet puts in whatever it has."""
-        root, size = self.signature.root, members.num_ranks
-        assert root is not None
-        arrives = arrival_step((members.index - root) % size)
+        """A broadcast, chunk by chunk."""
         for chunk in _chunks(self.signature, payload.numel(), plan, members):
             held = to_array(_cut(payload, chunk, payload.dtype), members.device)
-            for step in range(num_steps(size)):
-                program = members.programs.get(
-                    plan.form, size=chunk.size, wire=_BYTES, root=root, step=step
-                )
-                (output,) = program([held])
-                if step == arrives:
-                    held = output
+            held = self._hop(held, plan, chunk.size, _BYTES, members)
             if self.keeps:
                 _store(target, chunk, held, members)
+
+    def _hop(
+        self,
+        held: Array,
+        plan: Plan,
+        size: int,
+        wire: WireType,
+        members: Members,
+        shape: tuple[int, ...] | None = None,
+    ) -> Array:
+        """A broadcast, step by step; a rank that holds nothing yet puts in whatever it has."""
+        root, num_ranks = self.signature.root, members.num_ranks
+        assert root is not None
+        arrives = arrival_step((members.index - root) % num_ranks)
+        for step in range(num_steps(num_ranks)):
+            program = members.programs.get(
+                plan.form, size=size, wire=wire, root=root, step=step, shape=shape
+            )
+            (output,) = program([held])
+            if step == arrives:
+                held = output
+        return held
 
     def _run_whole(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpu_dist.runtime.device.box import Box, box_of
+from tpu_dist.runtime.device.box import Box
 from tpu_dist.runtime.device.dtypes import TO_TORCH, array_dtype
 from tpu_dist.runtime.device.geometry import contiguous_strides, storage_extent
 
@@ -132,18 +132,3 @@ def fill_storage(tensor: torch.Tensor, box: Box) -> None:
         box.put(zeros(elements, array_dtype(dtype)), dtype)
     else:
         box.put(place().put(np.zeros(elements, array_dtype(dtype))), dtype)
-
-
-def whole_array(tensor: torch.Tensor) -> Array | None:
-    """The storage's array if it is just this tensor, of its shape and dtype; else None."""
-    box = box_of(tensor)
-    array = box.array
-    if (
-        array is not None
-        and array.shape == tensor.shape
-        and box.dtype is tensor.dtype
-        and tensor.storage_offset() == 0
-        and tensor.is_contiguous()
-    ):
-        return array
-    return None

@@ -69,12 +69,6 @@ def load_operators() -> None:
         _library = library
 
 
-def native_operators() -> frozenset[str]:
-    """Names of the overloads that have a kernel of our own."""
-    load_operators()
-    return frozenset(_taken)
-
-
 # Operators that torch composes of others, where a kernel of ours loses nothing to autograd: their
 # results have no gradient, or torch composes them itself where one is wanted.
 _COMPOSED_TOO = frozenset(
